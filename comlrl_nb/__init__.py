@@ -1,0 +1,2 @@
+"""Multi-agent reinforcement learning of language models."""
+__version__ = "0.1.0"

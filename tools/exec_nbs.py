@@ -1,0 +1,99 @@
+"""Run notebooks in a fresh kernel each and store their outputs.
+
+usage: exec_nbs.py [--flags slow,network] NOTEBOOK...
+
+Cells marked `#| eval: false`, and cells carrying one of the flags notest, slow, gpu or network, keep the outputs
+they have; `--flags slow` runs the slow ones too. Widget state is kept with ids that do not change between runs.
+"""
+import argparse
+import hashlib
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+WIDGETS = "application/vnd.jupyter.widget-state+json"
+FLAGS = {"notest", "slow", "gpu", "network"}
+
+
+def directives(source):
+    return re.findall(r"^#\|\s*(\S.*?)\s*$", source, re.M)
+
+
+def is_skipped(source, wanted):
+    """True for a cell that is not to be run: not evaluated, or flagged with a flag nobody asked for."""
+    flags = FLAGS - wanted
+    return any(re.match(r"eval:\s*false", d, re.I) or d.split()[0] in flags for d in directives(source))
+
+
+class Client(NotebookClient):
+    wanted = frozenset()
+
+    async def async_execute_cell(self, cell, cell_index, **kwargs):
+        if cell.cell_type != "code" or is_skipped(cell.source, self.wanted):
+            return cell
+        return await super().async_execute_cell(cell, cell_index, **kwargs)
+
+
+def with_stable_widget_ids(text, notebook, key):
+    models = notebook.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
+    for index, model_id in enumerate(models):
+        text = text.replace(model_id, hashlib.md5(f"{key}-{index}".encode()).hexdigest())
+    return text
+
+
+def tidy(notebook):
+    """Drop what differs from run to run: kernel version, timings, carriage-return progress on stderr."""
+    notebook.metadata = nbformat.from_dict({k: v for k, v in notebook.metadata.items() if k in ("kernelspec", "widgets")})
+    notebook.metadata["kernelspec"] = {"display_name": "python3", "language": "python", "name": "python3"}
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.execution_count = None
+        cell.metadata.pop("execution", None)
+        cell.outputs = [o for o in cell.outputs if not (o.output_type == "stream" and o.name == "stderr")]
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output["execution_count"] = None
+
+
+def run(path, wanted):
+    started = time.perf_counter()
+    notebook = nbformat.read(path, 4)
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and not is_skipped(cell.source, wanted):
+            cell.outputs = []
+    client = Client(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
+                    store_widget_state=True, record_timing=False)
+    client.wanted = wanted
+    client.execute()
+    tidy(notebook)
+    path.write_text(with_stable_widget_ids(nbformat.writes(notebook) + "\n", notebook, path.name), encoding="utf-8")
+    print(f"{path}: {time.perf_counter() - started:.1f} s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flags", default="", help="flags whose cells are run as well, comma-separated")
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    args = parser.parse_args()
+    os.environ.update(IN_TEST="1", SOURCE_DATE_EPOCH="0", PYTHONHASHSEED="0", TQDM_DISABLE="1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    failed = []
+    for path in args.notebooks:
+        try:
+            run(path, {flag for flag in args.flags.split(",") if flag})
+        except CellExecutionError as error:
+            failed.append(path)
+            print(f"{path}: FAILED\n{str(error)[-3000:]}", file=sys.stderr, flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
