@@ -70,7 +70,7 @@ def run(path, wanted):
         if cell.cell_type == "code" and not is_skipped(cell.source, wanted):
             cell.outputs = []
     client = Client(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
-                    store_widget_state=True, record_timing=False)
+                    store_widget_state=True, record_timing=False, extra_arguments=["--log-level=ERROR"])
     client.wanted = wanted
     client.execute()
     tidy(notebook)
