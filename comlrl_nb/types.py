@@ -51,7 +51,8 @@ class JointResponse:
     """One completion per actor, scored together.
 
     `index` is the candidate index of each actor; `texts` is what the reward function read, one per role
-    (with one central actor for several roles there are more texts than completions).
+    (with one central actor for several roles there are more texts than completions). `split` is False when such
+    an actor's text could not be divided into roles; the roles' texts are empty then.
     """
 
     index: tuple[int, ...]
@@ -59,6 +60,7 @@ class JointResponse:
     texts: tuple[str, ...]
     rewards: tuple[float, ...]
     raw_rewards: tuple[float, ...]
+    split: bool = True
 
     @property
     def reward(self) -> float:
@@ -103,9 +105,9 @@ class Node:
     def _repr_markdown_(self) -> str:
         ranked = sorted(self.joints, key=lambda joint: -joint.reward)
         roles = range(len(ranked[0].texts)) if ranked else ()
-        header = ["candidate", *(f"agent {role + 1} wrote" for role in roles), "reward"]
+        header = ["candidate", *(f"agent {role} wrote" for role in roles), "reward"]
         rows = [[",".join(map(str, joint.index)), *joint.texts, f"{joint.reward:.3g}"] for joint in ranked]
-        prompts = "\n".join(f"- agent {generation.agent_idx + 1} read: `{generation.prompt.text}`" for generation in self.generations)
+        prompts = "\n".join(f"- agent {generation.agent_idx} read: `{generation.prompt.text}`" for generation in self.generations)
         return f"**turn {self.turn + 1}**\n\n{prompts}\n\n{markdown_table(header, rows)}"
 
 # %% ../nbs/00_core/00_types.ipynb #ba62841b
@@ -137,7 +139,7 @@ class PreferencePair:
         return all(w.token_ids == l.token_ids for w, l in zip(self.winner, self.loser))
 
     def _repr_markdown_(self) -> str:
-        rows = [[f"agent {i + 1}", w.text, l.text] for i, (w, l) in enumerate(zip(self.winner, self.loser))]
+        rows = [[f"agent {i}", w.text, l.text] for i, (w, l) in enumerate(zip(self.winner, self.loser))]
         rows.append(["**reward**", f"{self.winner_reward:.3g}", f"{self.loser_reward:.3g}"])
         return markdown_table(["", "winner", "loser"], rows)
 
