@@ -176,7 +176,7 @@ def lowest_home(name: str, homes: dict[str, Notebook]) -> Notebook | None:
 
 
 def upward_imports(books: list[Notebook], lib: str) -> Iterator[Finding]:
-    homes = {book.module: book for book in books if book.module}
+    homes = {book.module: book for book in reversed(books) if book.module}
     for book in books:
         for cell in book.code:
             if not cell.is_exported or cell.tree is None:

@@ -10,12 +10,13 @@ import hashlib
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 FLAGS = {"notest", "slow", "gpu", "network"}
@@ -62,6 +63,17 @@ def tidy(notebook):
                 output["execution_count"] = None
 
 
+def execute(client):
+    """Run all cells; what the kernel says about itself on stderr is shown only when it dies."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        try:
+            client.execute(stderr=said)
+        except DeadKernelError:
+            said.seek(0)
+            print(said.read(), file=sys.stderr, flush=True)
+            raise
+
+
 def run(path, wanted):
     started = time.perf_counter()
     notebook = nbformat.read(path, 4)
@@ -70,9 +82,9 @@ def run(path, wanted):
         if cell.cell_type == "code" and not is_skipped(cell.source, wanted):
             cell.outputs = []
     client = Client(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
-                    store_widget_state=True, record_timing=False, extra_arguments=["--log-level=ERROR"])
+                    store_widget_state=True, record_timing=False)
     client.wanted = wanted
-    client.execute()
+    execute(client)
     tidy(notebook)
     path.write_text(with_stable_widget_ids(nbformat.writes(notebook) + "\n", notebook, path.name), encoding="utf-8")
     print(f"{path}: {time.perf_counter() - started:.1f} s", flush=True)
