@@ -71,7 +71,7 @@ docs: $(DEV)  ## build the site for reading offline in _docs (needs npm)
 	@$(PY) tools/build_docs.py
 
 smollm: $(DEV)  ## a real small language model in models/smollm2-135m-instruct
-	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt gguf accelerate
+	@$(PY) -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt gguf accelerate
 	@$(PY) tools/get_smollm.py
 
 clean:  ## remove what can be built again, but not .venv

@@ -45,5 +45,5 @@ case $kind in
 esac
 echo "Installing comlrl_nb $what into $venv (the first time takes a minute or more) ..."
 # shellcheck disable=SC2086
-"$bin/python" -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt -e "$what"
+"$bin/python" -m pip install -qq --disable-pip-version-check ${PIP_ARGS:-} -c constraints.txt -e "$what"
 pwd > "$venv/.ready-$kind"
