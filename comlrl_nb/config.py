@@ -38,7 +38,7 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """Field name → value, for records and logs; a field that may carry a secret reads `'<hidden>'` once it is set."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values = {entry.name: vars(self)[entry.name] for entry in fields(self)}
         hidden = {entry.name: "<hidden>" for entry in fields(self) if not entry.repr and values[entry.name] is not None}
         return {**values, **hidden}
 

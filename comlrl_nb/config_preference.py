@@ -152,7 +152,7 @@ class Replay(Config):
     def _check_replay_options(self) -> None:
         mode = self.preference_replay_mode
         when, required = f"when preference_replay_mode={mode!r}", REPLAY_REQUIRES.get(mode)
-        if required and getattr(self, required) is None:
+        if required and vars(self)[required] is None:
             raise invalid(self, required, f"given {when}")
         if mode == "current" and self.preference_replay_k not in (None, 1):
             raise invalid(self, "preference_replay_k", f"None or 1 {when}")
@@ -160,7 +160,7 @@ class Replay(Config):
         if mode == "current":
             refused = {"preference_replay_lambda", "preference_replay_sample_size"}
         for name in sorted(refused):
-            if getattr(self, name) is not None:
+            if vars(self)[name] is not None:
                 raise invalid(self, name, f"None {when}")
 
 # %% ../nbs/00_core/04_config_preference.ipynb #a4a7f91c
@@ -215,7 +215,7 @@ class Comparator(Config):
         if policy == "model" and agents is None and self.comparator_model_name is None:
             raise invalid(self, "comparator_model_name", "given (or comparator_agents) when comparator_policy='model'")
         for name in ("comparator_model_name", "comparator_agents") if policy != "model" else ():
-            if getattr(self, name) is not None:
+            if vars(self)[name] is not None:
                 hint = "; the remote model is comparator_api_model" if policy == "api" else ""
                 raise invalid(self, name, f"None when comparator_policy={policy!r} (it belongs to 'model'{hint})")
 
