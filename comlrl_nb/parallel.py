@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 # %% auto #0
-__all__ = ['TorchContext', 'Outcome', 'attempt', 'results_of', 'on_device', 'serve', 'stop', 'AgentWorkers', 'wait_for']
+__all__ = ['TorchContext', 'Outcome', 'attempt', 'results_of', 'on_device', 'serve', 'stop', 'in_turn', 'in_threads', 'wait_for',
+           'check_calls', 'AgentWorkers']
 
 # %% ../nbs/20_models/01_parallel.ipynb #993fa363
 @dataclass(frozen=True)
@@ -102,6 +103,48 @@ def stop(queues: Sequence[SimpleQueue]) -> None:
         tasks.put(None)
 
 # %% ../nbs/20_models/01_parallel.ipynb #0294455c
+def in_turn(function: Callable, calls: Sequence[tuple]) -> list[Outcome]:
+    """One call after the other in this thread."""
+    outcomes = [Outcome() for _ in calls]
+    for i, args in enumerate(calls):
+        attempt(function, args, outcomes[i])
+        if not isinstance(outcomes[i].error, Exception | None):
+            outcomes[:] = outcomes[i:i + 1]  # Ctrl-C or an exit: at once, and before any agent's error
+            break
+    return outcomes
+
+# %% ../nbs/20_models/01_parallel.ipynb #e3a42425
+def in_threads(function: Callable, calls: Sequence[tuple], queues: Sequence[SimpleQueue], devices: Sequence[torch.device]) -> list[Outcome]:
+    """All calls at once, each through its agent's queue; returns when all have finished."""
+    context = TorchContext.current(sorted({"cpu", *(device.type for device in devices)}))
+    outcomes: list[Outcome] = []
+    try:
+        for tasks, device, args in zip(queues, devices, calls):
+            outcome = Outcome()
+            tasks.put(partial(attempt, partial(context.call, on_device, device, function), args, outcome))
+            outcomes.append(outcome)
+        wait_for(outcomes)
+    finally:
+        wait_for(outcomes)  # after a Ctrl-C in the lines above; otherwise there is nothing left to wait for
+    return outcomes
+
+
+def wait_for(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        outcome.done.wait()
+
+# %% ../nbs/20_models/01_parallel.ipynb #b2a87d30
+def check_calls(per_agent_args: Sequence[tuple], count: int) -> list[tuple]:
+    """The arguments of `count` calls; ValueError unless there is one tuple for each agent."""
+    calls = list(per_agent_args)
+    if len(calls) != count:
+        raise ValueError(f"per_agent_args has {len(calls)} entries: expected one tuple for each of the {count} agents")
+    for i, args in enumerate(calls):
+        if not isinstance(args, tuple):
+            raise ValueError(f"per_agent_args[{i}]={args!r}: expected a tuple of arguments")
+    return calls
+
+# %% ../nbs/20_models/01_parallel.ipynb #bccb65e2
 class AgentWorkers:
     """Calls a function once per agent: in one thread per agent if their devices differ, else one after the other.
 
@@ -122,56 +165,25 @@ class AgentWorkers:
 
         ValueError unless there is one tuple of arguments per agent; RuntimeError after `close()` or from inside a worker.
         """
-        calls = self._checked(per_agent_args)
-        if self.parallel:
-            return results_of(self._in_threads(function, calls))
-        return results_of(self._in_turn(function, calls))
-
-    def _checked(self, per_agent_args: Sequence[tuple]) -> list[tuple]:
-        calls = list(per_agent_args)
-        if len(calls) != len(self.devices):
-            raise ValueError(f"per_agent_args has {len(calls)} entries: expected one tuple for each of the {len(self.devices)} agents")
-        wrong = [f"per_agent_args[{i}]={args!r}" for i, args in enumerate(calls) if not isinstance(args, tuple)]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: expected a tuple of arguments")
+        calls = check_calls(per_agent_args, len(self.devices))
         if self.closed:
             raise RuntimeError("these AgentWorkers are closed: make new ones")
         if threading.current_thread() in self._threads:
             raise RuntimeError("AgentWorkers.run was called from one of its own workers, which would wait for itself")
-        return calls
-
-    def _in_turn(self, function: Callable, calls: list[tuple]) -> list[Outcome]:
-        outcomes = [Outcome() for _ in calls]
-        for i, args in enumerate(calls):
-            attempt(function, args, outcomes[i])
-            if not isinstance(outcomes[i].error, Exception | None):
-                outcomes[:] = outcomes[i:i + 1]  # Ctrl-C or an exit: at once, and before any agent's error
-                break
-        return outcomes
-
-    def _in_threads(self, function: Callable, calls: list[tuple]) -> list[Outcome]:
+        if not self.parallel:
+            return results_of(in_turn(function, calls))
         self._start()
-        context = TorchContext.current(sorted({"cpu", *(device.type for device in self.devices)}))
-        outcomes: list[Outcome] = []
-        try:
-            for tasks, device, args in zip(self._queues, self.devices, calls):
-                outcome = Outcome()
-                tasks.put(partial(attempt, partial(context.call, on_device, device, function), args, outcome))
-                outcomes.append(outcome)
-            wait_for(outcomes)
-        finally:
-            wait_for(outcomes)  # after a Ctrl-C in the line above; otherwise there is nothing left to wait for
-        return outcomes
+        return results_of(in_threads(function, calls, self._queues, self.devices))
 
     def _start(self) -> None:
         if self._threads:
             return
-        self._queues = tuple(SimpleQueue() for _ in self.devices)
-        self._threads = tuple(threading.Thread(target=serve, args=(tasks,), name=f"agent-{i + 1}", daemon=True)
-                              for i, tasks in enumerate(self._queues))
-        weakref.finalize(self, stop, self._queues)
-        for thread in self._threads:
+        queues = tuple(SimpleQueue() for _ in self.devices)
+        threads = tuple(threading.Thread(target=serve, args=(tasks,), name=f"agent-{i + 1}", daemon=True) for i, tasks in enumerate(queues))
+        weakref.finalize(self, stop, queues)
+        for thread in threads:
             thread.start()
+        self._queues, self._threads = queues, threads
 
     def close(self) -> None:
         """End the threads, after the calls they are in. May be called twice."""
@@ -192,8 +204,3 @@ class AgentWorkers:
     def __repr__(self) -> str:
         how = "one thread each" if self.parallel else "one after the other"
         return f"AgentWorkers({', '.join(map(str, self.devices))}: {how})"
-
-# %% ../nbs/20_models/01_parallel.ipynb #e3a42425
-def wait_for(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        outcome.done.wait()

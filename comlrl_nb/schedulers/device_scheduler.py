@@ -18,7 +18,7 @@ from ..types import markdown_table
 __all__ = ['DeviceSpec', 'available_accelerators', 'parse_device', 'spec_entries', 'is_auto_name', 'is_auto', 'auto_devices',
            'resolve_spec', 'first_device', 'Placement', 'normalize_parallel_training', 'warn_unused', 'place', 'follow',
            'hardware_name', 'PlacementTable', 'placement_table', 'DeviceScheduler', 'DistributedContext',
-           'local_context']
+           'local_context', 'unwrap_model']
 
 # %% ../../nbs/20_models/00_device_scheduler.ipynb #9c082462
 DeviceSpec = str | torch.device | Sequence[str | torch.device]
@@ -257,3 +257,10 @@ class DistributedContext:
 def local_context(device: torch.device | None = None) -> DistributedContext:
     """The context of a run of one process, by default on the first accelerator, else the CPU."""
     return DistributedContext(is_main=True, device=auto_devices(1, available_accelerators())[0] if device is None else device)
+
+# %% ../../nbs/20_models/00_device_scheduler.ipynb #d4b0fcdf
+def unwrap_model(model: Any) -> Any:
+    """The model inside `DataParallel`, `DistributedDataParallel` and `torch.compile` wrappers."""
+    while hasattr(model, "module") or hasattr(model, "_orig_mod"):
+        model = model.module if hasattr(model, "module") else model._orig_mod
+    return model
