@@ -17,6 +17,8 @@ _HOME = {
     "resolve_reference_devices": "comlrl_nb.utils.reference_kl",
     "validate_reference_kl_config": "comlrl_nb.utils.reference_kl",
     "RewardProcessors": "comlrl_nb.utils.reward_processor",
+    "RewardFunction": "comlrl_nb.utils.reward_utils",
+    "batched_reward": "comlrl_nb.utils.reward_utils",
     "call_reward_function": "comlrl_nb.utils.reward_utils",
     "normalize_reward_lengths": "comlrl_nb.utils.reward_utils",
     "resolve_reward_range": "comlrl_nb.utils.reward_utils",
