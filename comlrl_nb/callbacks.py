@@ -13,7 +13,7 @@ from .history import History
 from .types import Node
 
 # %% auto #0
-__all__ = ['Callback', 'Callbacks', 'Progress', 'in_notebook', 'row_line', 'Table', 'Completions']
+__all__ = ['Callback', 'Callbacks', 'Progress', 'in_notebook', 'row_line', 'Table', 'Completions', 'WandbSink']
 
 # %% ../nbs/50_training/01_callbacks.ipynb #f753d52d
 class Callback:
@@ -137,3 +137,28 @@ class Completions(Callback):
         for joint in ranked[-1:] + (ranked[:1] if len(ranked) > 1 else []):
             texts = " | ".join(joint.texts)
             (self.file or sys.stdout).write(f"{kind}: reward {joint.reward:.3g}: {texts}\n")
+
+# %% ../nbs/50_training/01_callbacks.ipynb #668d5ce9
+class WandbSink(Callback):
+    """Sends every history row to Weights & Biases; `run_config` is stored with the run."""
+
+    def __init__(self, wandb_config: Mapping[str, Any], run_config: Mapping[str, Any] | None = None):
+        if not isinstance(wandb_config, Mapping):
+            raise ValueError(f"wandb_config: a dictionary with at least a project is needed, got {wandb_config!r}")
+        self.config, self.run_config, self.run = dict(wandb_config), dict(run_config or {}), None
+
+    def start(self) -> None:
+        """Open the run; does nothing when it is open."""
+        if self.run is not None:
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("wandb_config is given but wandb is not installed; install it with: pip install 'comlrl_nb[wandb]'") from error
+        known = {key: self.config[key] for key in ("project", "entity", "dir", "tags", "id", "resume") if self.config.get(key) is not None}
+        sections = self.config.get("config_sections") or {}
+        self.run = wandb.init(name=self.config.get("name") or self.config.get("run_name"), config={**self.run_config, **sections}, **known)
+
+    def on_row(self, row):
+        self.start()
+        self.run.log({name: value for name, value in row.items() if name not in ("kind", "update", "env_step")}, step=row["env_step"])
