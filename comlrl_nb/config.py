@@ -45,7 +45,7 @@ class Config:
     def _repr_markdown_(self) -> str:
         values = self.as_dict()
         rows = [[f"`{entry.name}`", values[entry.name], entry.default] for entry in fields(self) if values[entry.name] != entry.default]
-        note = f"{len(values) - len(rows)} fields keep their defaults."
+        note = f"Fields at their default: {len(values) - len(rows)}."
         return f"**{type(self).__name__}**\n\n{markdown_table(['field', 'value', 'default'], rows)}\n\n{note}"
 
 # %% ../nbs/00_core/01_config.ipynb #5b58c744
