@@ -6,6 +6,7 @@ _HOME = {
     "MADPOIterConfig": "comlrl_nb.trainers.configs",
     "MARLHFConfig": "comlrl_nb.trainers.configs",
     "MARLHFIterConfig": "comlrl_nb.trainers.configs",
+    "MADPOTrainer": "comlrl_nb.trainers.preference.madpo",
     "CentralizedComparatorAdapter": "comlrl_nb.trainers.preference.centralized",
     "CentralizedComparatorParseError": "comlrl_nb.trainers.preference.centralized",
     "TaggedCentralizedComparatorAdapter": "comlrl_nb.trainers.preference.centralized",
