@@ -55,7 +55,7 @@ class AgentFormatter:
         passed = self.takes_external and (self.pass_none or external_prompts is not None)
         text = self.function(item, external_prompts=external_prompts) if passed else self.function(item)
         if not isinstance(text, str) or not text:
-            raise ValueError(f"formatter of agent {self.agent_idx + 1} must return a non-empty string, got {text!r}")
+            raise ValueError(f"formatter of agent {self.agent_idx} must return a non-empty string, got {text!r}")
         return text
 
 # %% ../nbs/30_interaction/00_prompts.ipynb #44520732

@@ -85,7 +85,7 @@ def test_partials_and_objects_are_formatters():
 @pytest.mark.parametrize("result", [None, "", 3, ["text"], b"bytes"])
 def test_result_that_is_no_text_names_the_agent(result):
     formatters = build_formatters([lambda item: "fine", lambda item: result], 2)
-    with pytest.raises(ValueError, match=r"agent 2 must return a non-empty string, got ") as caught:
+    with pytest.raises(ValueError, match=r"agent 1 must return a non-empty string, got ") as caught:
         formatters[1]({"prompt": "p"})
     assert repr(result) in str(caught.value)
 

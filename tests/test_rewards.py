@@ -196,7 +196,7 @@ def test_actor_critic_functions_pay_the_team_or_each_agent():
     assert [r.rewards for r in shared] == [(3.0,)] * 2 and [r.rewards for r in each] == [(1.0, 2.0)] * 2
     with pytest.raises(ValueError, match=r"expected 1 value or 2 \(one per agent\) for a joint response, got 3"):
         RewardFunction(lambda a, b: [1, 2, 3], 2, per_agent=True).score(PROMPTS, TEXTS, ITEM)
-    with pytest.raises(ValueError, match="sample 0, agent 2: expected a finite number, got nan"):
+    with pytest.raises(ValueError, match="sample 0, agent 1: expected a finite number, got nan"):
         RewardFunction(lambda a, b: [1, math.nan], 2, per_agent=True).score(PROMPTS, TEXTS, ITEM)
 
 
@@ -315,7 +315,7 @@ def test_batched_actor_critic_function_may_return_a_row_per_agent():
     assert one[0].rewards == (1.0, 2.0)
     with pytest.raises(ValueError, match="expected 3 values .* or 2 rows of 3, got 6"):
         RewardFunction(batched_reward(lambda a, b: list(range(6))), 2, per_agent=True).score(PROMPTS, texts, ITEM)
-    with pytest.raises(ValueError, match="sample 1, agent 2: expected a finite number"):
+    with pytest.raises(ValueError, match="sample 1, agent 1: expected a finite number"):
         RewardFunction(batched_reward(lambda a, b: [[1, 2, 3], [1, None, 3]]), 2, per_agent=True).score(PROMPTS, texts, ITEM)
 
 
@@ -379,8 +379,8 @@ def test_reward_range():
 
 def test_binding_can_be_read():
     binding = bind_reward(lambda p, a, b, **rest: 0, 2)
-    assert [source.label for source in binding.named.values()] == ["the prompts", "texts of agent 1", "texts of agent 2"]
-    assert "texts of agent 2" in RewardFunction(lambda a, b: 0, 2)._repr_markdown_()
+    assert [source.label for source in binding.named.values()] == ["the prompts", "texts of agent 0", "texts of agent 1"]
+    assert "texts of agent 1" in RewardFunction(lambda a, b: 0, 2)._repr_markdown_()
 
 
 @pytest.mark.gpu

@@ -82,7 +82,7 @@ def column_source(name: str) -> Source:
 
 def agent_source(idx: int) -> Source:
     """The texts of one agent."""
-    return Source(f"texts of agent {idx + 1}", lambda inputs: inputs.texts[idx])
+    return Source(f"texts of agent {idx}", lambda inputs: inputs.texts[idx])
 
 
 PROMPTS = Source("the prompts", lambda inputs: inputs.prompts)
@@ -208,7 +208,7 @@ class RewardFunction:
 
     def score(self, prompts: Sequence[str], texts: Sequence[Sequence[str]], item: Mapping[str, Any],
               item_index: int | None = None) -> list[Reward]:
-        """The rewards of K joint responses `texts[k] = (text of agent 1, .., text of agent N)` on the N `prompts`.
+        """The rewards of K joint responses `texts[k] = (text of agent 0, .., text of agent N-1)` on the N `prompts`.
 
         Anything but finite numbers in the expected count raises `ValueError` naming the function, item, sample and agent.
         """
@@ -232,7 +232,7 @@ class RewardFunction:
         return values
 
     def _reward(self, values: Sequence[Any], source: str) -> Reward:
-        places = [source] if len(values) == 1 else [f"{source}, agent {idx + 1}" for idx in range(len(values))]
+        places = [source] if len(values) == 1 else [f"{source}, agent {idx}" for idx in range(len(values))]
         raw = tuple(finite(value, place) for value, place in zip(values, places))
         if self.processor is None:
             return Reward(raw, raw)
