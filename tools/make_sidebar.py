@@ -46,7 +46,7 @@ def sections(nbs: Path) -> list[tuple[str, list[str]]]:
 
 
 def sidebar(nbs: Path) -> str:
-    lines = ["website:", "  sidebar:", "    contents:", "      - index.ipynb"]
+    lines = ["website:", "  sidebar:", "    contents:", "      - text: Overview", "        href: index.ipynb"]
     for name, paths in sections(nbs):
         lines += [f'      - section: "{name}"', "        contents:"]
         lines += [f"          - {path}" for path in paths]
