@@ -22,7 +22,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check test-notebooks test-code lab docs nb nb-slow smollm readme sync clean moved
+.PHONY: help demo test check test-notebooks test-code test-site lab docs nb nb-slow smollm readme sync clean moved
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-notebooks: $(DEV)  ## run every notebook
 
 test-code: $(DEV)  ## run the tests in tests/
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+test-site: $(DEV)  ## build the site and look at it with Chromium
+	@$(PY) -m pytest -m browser $(PYTEST_ARGS)
 
 lab: $(DEV)  ## open the notebooks in JupyterLab
 	@$(PY) -m jupyter lab --notebook-dir=nbs
