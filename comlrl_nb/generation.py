@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicLayer
 
 from .logprobs import pad_left, prefill, select_rows
 from .models.modes import device_of, eval_mode
@@ -21,8 +22,8 @@ from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
-__all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'is_library_generate', 'generate_rows', 'trim',
-           'to_completions', 'split_calls', 'checked_rows', 'sample']
+__all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'RoomyLayer', 'make_room', 'is_library_generate',
+           'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -60,6 +61,42 @@ def plain_generation_config(model: nn.Module, eos_ids: Sequence[int], pad_id: in
         for module, config in zip(owners, saved):
             module.generation_config = config
 
+# %% ../nbs/30_interaction/02_generation.ipynb #093b08b7
+class RoomyLayer(DynamicLayer):
+    """A cache layer `[rows, heads, length, dim]` with room for `capacity` tokens; row j starts as row `owner[j]` of `layer`."""
+
+    def __init__(self, layer: DynamicLayer, owner: torch.Tensor, capacity: int):
+        super().__init__()
+        self.device, self.dtype, self.is_initialized = layer.keys.device, layer.keys.dtype, True
+        self.key_room, self.value_room = (self._room(part, owner, capacity) for part in (layer.keys, layer.values))
+        self._show(layer.keys.shape[-2])
+
+    @staticmethod
+    def _room(part: torch.Tensor, owner: torch.Tensor, capacity: int) -> torch.Tensor:
+        room = part.new_empty(len(owner), part.shape[1], capacity, part.shape[3])
+        room[:, :, :part.shape[2]] = part[owner]
+        return room
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = self.key_room[:, :, :length], self.value_room[:, :, :length]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self.key_room.shape[-2]:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.key_room[:, :, start:end], self.value_room[:, :, start:end] = key_states, value_states
+        self._show(end)
+        return self.keys, self.values
+
+
+def make_room(cache: Any, owner: torch.Tensor, capacity: int) -> None:
+    """Row j of `cache` becomes its row `owner[j]`, with room for `capacity` tokens where all layers are plain growing ones."""
+    if all(type(layer) is DynamicLayer for layer in cache.layers):
+        cache.layers = [RoomyLayer(layer, owner, capacity) for layer in cache.layers]
+    else:
+        select_rows(cache, owner)
+
 # %% ../nbs/30_interaction/02_generation.ipynb #9c4053c2
 def is_library_generate(model: nn.Module) -> bool:
     """True when nobody wrapped or replaced the model's `generate`."""
@@ -71,7 +108,8 @@ def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: 
     if is_library_generate(model) and ids.shape[1] > 1:
         before = prefill(model, ids[:, :-1], mask[:, :-1])
         owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
-        if before.cache is not None and select_rows(before.cache, owner):
+        if before.cache is not None:
+            make_room(before.cache, owner, ids.shape[1] + keywords["max_new_tokens"])
             out = model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
                                  **{before.cache_name: before.cache}, **keywords)
             return out.sequences
