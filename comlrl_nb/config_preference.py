@@ -74,7 +74,7 @@ class RLBackend(Config):
 
 @dataclass
 class RewardModel(Config):
-    """The joint reward model: which backbone (None = the actors'), where (None = with agent 1), how it is trained."""
+    """The joint reward model: which backbone (None = the actors'), where (None = with agent 0), how it is trained."""
 
     reward_model_name: str | None = None
     reward_model_device: str | None = None

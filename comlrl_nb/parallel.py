@@ -179,7 +179,7 @@ class AgentWorkers:
         if self._threads:
             return
         queues = tuple(SimpleQueue() for _ in self.devices)
-        threads = tuple(threading.Thread(target=serve, args=(tasks,), name=f"agent-{i + 1}", daemon=True) for i, tasks in enumerate(queues))
+        threads = tuple(threading.Thread(target=serve, args=(tasks,), name=f"agent-{i}", daemon=True) for i, tasks in enumerate(queues))
         weakref.finalize(self, stop, queues)
         for thread in threads:
             thread.start()

@@ -181,11 +181,11 @@ def test_followers():
 def test_table_lists_every_device_once(machine):
     placement = Placement(agents=(FOUR[0], torch.device("cpu:1")), critics=(FOUR[1],), references=FOUR[:2], reward_models=(FOUR[1],))
     rows = {device: who for device, _, who in placement_table(placement, FOUR[:3]).rows}
-    assert rows == {"cpu": (), "cuda:0": ("agent 1", "reference 1"), "cuda:1": ("critic", "reference 2", "reward model"), "cuda:2": (),
-                    "cpu:1": ("agent 2",)}
+    assert rows == {"cpu": (), "cuda:0": ("agent 0", "reference 0"), "cuda:1": ("critic", "reference 1", "reward model"), "cuda:2": (),
+                    "cpu:1": ("agent 1",)}
     machine(())
     assert "nobody" in DeviceScheduler.placement_table()._repr_markdown_()
-    assert "| agent 2 | cpu:1 |" in placement._repr_markdown_()
+    assert "| agent 1 | cpu:1 |" in placement._repr_markdown_()
 
 
 def test_local_context():

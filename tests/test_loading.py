@@ -254,7 +254,7 @@ def test_each_name_is_read_once(saved, monkeypatch):
 def test_C47_the_same_object_twice_stays_one_object():
     model, other = micro_model(), micro_model(1)
     team = load_agents(agents=[model, other, model], tokenizer=micro_tokenizer())
-    assert team.models[0] is team.models[2] is model and team.owners == [0, 1, 0] and "agent 1" in team._repr_markdown_()
+    assert team.models[0] is team.models[2] is model and team.owners == [0, 1, 0] and "agent 0" in team._repr_markdown_()
     assert team.models[0].config.pad_token_id == 0, "a caller's configuration was changed"
 
 

@@ -49,7 +49,7 @@ def test_threads_only_where_devices_differ(devices, parallel):
         names = workers.run(lambda _: threading.current_thread().name, [(i,) for i in range(len(devices))])
         assert workers.parallel == parallel
         here = threading.current_thread().name
-        assert names == ([f"agent-{i + 1}" for i in range(len(devices))] if parallel else [here] * len(devices))
+        assert names == ([f"agent-{i}" for i in range(len(devices))] if parallel else [here] * len(devices))
 
 
 def test_calls_overlap_and_threads_live_on(apart):

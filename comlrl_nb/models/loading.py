@@ -290,9 +290,9 @@ class LoadedAgents:
 
     def _repr_markdown_(self) -> str:
         header = ["agent", "model", "parameters", "dtype", "embeddings", "same object as"]
-        rows = [[i + 1, f"{type(model).__name__} {os.path.basename(name or '')}".strip(), f"{sum(p.numel() for p in model.parameters()):,}",
+        rows = [[i, f"{type(model).__name__} {os.path.basename(name or '')}".strip(), f"{sum(p.numel() for p in model.parameters()):,}",
                  str(next(model.parameters()).dtype).removeprefix("torch."), "tied" if is_tied(model) else "untied",
-                 f"agent {owner + 1}" if owner != i else ""]
+                 f"agent {owner}" if owner != i else ""]
                 for i, (model, name, owner) in enumerate(zip(self.models, self.names, self.owners))]
         return markdown_table(header, rows)
 

@@ -123,7 +123,7 @@ class Placement:
         for role, devices in vars(self).items():
             name = role.removesuffix("s").replace("_", " ")
             numbered = role == "agents" or len(devices) > 1
-            found += [(f"{name} {i + 1}" if numbered else name, device) for i, device in enumerate(devices)]
+            found += [(f"{name} {i}" if numbered else name, device) for i, device in enumerate(devices)]
         return found
 
     def _repr_markdown_(self) -> str:
@@ -225,7 +225,7 @@ class DeviceScheduler:
 
     @staticmethod
     def assign_shared_critic_device(agent_devices: Sequence[torch.device], critic_devices: DeviceSpec | None) -> torch.device:
-        """The device of the one critic of all agents: agent 1's unless `critic_devices` (one entry) names another."""
+        """The device of the one critic of all agents: agent 0's unless `critic_devices` (one entry) names another."""
         if critic_devices is None:
             return agent_devices[0]
         return DeviceScheduler.resolve_devices(critic_devices, 1, kind="critic_devices")[0]
@@ -238,7 +238,7 @@ class DeviceScheduler:
     @staticmethod
     def resolve_single_device(*specs: DeviceSpec | None) -> torch.device:
         """The first entry of the first of `specs` that is not None; the first accelerator, or the CPU, when all are."""
-        return first_device({f"device spec {i + 1}": spec for i, spec in enumerate(specs)}, available_accelerators())
+        return first_device({f"device spec {i}": spec for i, spec in enumerate(specs)}, available_accelerators())
 
     @staticmethod
     def placement_table(placement: Placement | None = None) -> PlacementTable:
