@@ -94,6 +94,7 @@ class Run:
         self.history = History()
         self.meter = Meter(self.history, logging_steps)
         self.events = Callbacks()
+        self.watching = False
 
     def count(self, stats: Stats, env_steps: int) -> None:
         """One update is done: move the clocks and report its metrics."""
@@ -129,16 +130,16 @@ def watched(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
 
     Inside another `watched` block the outer callbacks keep listening and nothing changes.
     """
-    if run.events.callbacks:
+    if run.watching:
         yield
         return
-    run.events = Callbacks(callbacks)
+    run.events, run.watching = Callbacks(callbacks), True
     try:
         yield
     finally:
         run.flush()
         run.events.on_end(run.history)
-        run.events = Callbacks()
+        run.events, run.watching = Callbacks(), False
 
 # %% ../nbs/50_training/05_loop.ipynb #c18b2f8e
 def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tuple[float, Stats]], *, name: str = "train",

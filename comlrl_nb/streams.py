@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 # %% auto #0
-__all__ = ['derived_seed', 'generator_key', 'RandomStream', 'make_streams']
+__all__ = ['derived_seed', 'generator_key', 'RandomStream', 'make_streams', 'rewound_on_error']
 
 # %% ../nbs/00_core/02_streams.ipynb #f672d7ee
 def derived_seed(seed: int, name: str) -> int:
@@ -105,3 +105,15 @@ def make_streams(seed: int | None, names: Iterable[str]) -> dict[str, RandomStre
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     return {name: RandomStream(seed, name) for name in names}
+
+# %% ../nbs/00_core/02_streams.ipynb #19779050
+@contextmanager
+def rewound_on_error(streams: Iterable[RandomStream]) -> Iterator[None]:
+    """When the block raises, every stream goes back to where it was at the start of the block."""
+    saved = [(stream, stream.state_dict()) for stream in streams]
+    try:
+        yield
+    except BaseException:
+        for stream, state in saved:
+            stream.load_state_dict(state)
+        raise

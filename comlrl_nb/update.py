@@ -17,9 +17,8 @@ from .models.modes import eval_mode
 from .types import PreferencePair, Stats
 
 # %% auto #0
-__all__ = ['GRAPH_TOKENS', 'Candidates', 'candidates_of', 'Margins', 'score_margins', 'split_table', 'Scorer',
-           'require_finite_margins', 'gradient_step', 'gradient_norm', 'madpo_update', 'pair_stats',
-           'reference_margins']
+__all__ = ['GRAPH_TOKENS', 'Candidates', 'candidates_of', 'Margins', 'split_table', 'Scorer', 'require_finite_margins',
+           'gradient_step', 'gradient_norm', 'madpo_update', 'pair_stats', 'reference_margins']
 
 # %% ../nbs/50_training/03_update.ipynb #8a2f689e
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def candidates_of(pairs: Sequence[PreferencePair], agent: int) -> Candidates:
 # %% ../nbs/50_training/03_update.ipynb #da42d662
 @dataclass(frozen=True)
 class Margins:
-    """What one agent says about a batch: `values [P]` = log-prob of the winner minus that of the loser, with or without a graph.
+    """What one agent says about a batch: `values [P]` = log-prob of the winner minus that of the loser.
 
     `entropy` is minus the mean log-prob of the scored tokens: an estimate of the policy's entropy per token as long as
     the completions are its own.
@@ -65,21 +64,14 @@ class Margins:
     values: torch.Tensor
     entropy: float
 
-
-def score_margins(agents: Agents, index: int, table: Candidates, score_last_token: bool) -> Margins:
-    """The margins of agent `index` in one forward pass; differentiable unless gradients are off."""
-    actor = agents.actors[index]
-    scored = completion_logprobs(actor.model, table.prompts, table.completions, table.owner, pad_id=actor.pad_id)
-    sums = scored.sums(score_last_token=score_last_token)
-    count = sum(map(len, table.completions)) - (0 if score_last_token else sum(bool(ids) for ids in table.completions))
-    return Margins(sums[table.winner] - sums[table.loser], -float(sums.detach().sum()) / max(1, count))
-
 # %% ../nbs/50_training/03_update.ipynb #e40f10ae
 GRAPH_TOKENS = 2**15
 
 
 def split_table(table: Candidates, budget: int) -> list[tuple[Candidates, list[int]]]:
     """Pieces of a table within `budget` tokens where one completion allows it, each with the completions it holds."""
+    if table.tokens <= budget:
+        return [(table, list(range(len(table.completions))))]
     pieces, held = [], []
     for m in sorted(range(len(table.completions)), key=table.owner.__getitem__):
         if held and _part(table, [*held, m]).tokens > budget:
@@ -102,34 +94,30 @@ class Scorer:
     def __init__(self, agents: Agents, index: int, pairs: Sequence[PreferencePair], score_last_token: bool, budget: int = GRAPH_TOKENS):
         self.agents, self.index, self.score_last_token = agents, index, score_last_token
         self.table = candidates_of(pairs, index)
-        self.pieces = split_table(self.table, budget) if self.table.tokens > budget else None
+        self.pieces = split_table(self.table, budget)
         self.graph: torch.Tensor | None = None
 
     def forward(self) -> Margins:
         """The margins `[P]` in float64 on the CPU, detached; a graph is kept unless the batch is split."""
-        if self.pieces is None:
-            margins = score_margins(self.agents, self.index, self.table, self.score_last_token)
-            self.graph = margins.values
-            return Margins(margins.values.detach().double().cpu(), margins.entropy)
-        with torch.no_grad():
+        whole = len(self.pieces) == 1
+        with torch.set_grad_enabled(whole and torch.is_grad_enabled()):
             sums = torch.zeros(len(self.table.completions), dtype=torch.float64)
             for part, held in self.pieces:
-                sums[held] = self._sums(part).double().cpu()
+                scored = self._sums(part)
+                sums[held] = scored.detach().double().cpu()
+        self.graph = scored if whole else None
         count = sum(max(0, len(ids) - (not self.score_last_token)) for ids in self.table.completions)
         return Margins(sums[self.table.winner] - sums[self.table.loser], -float(sums.sum()) / max(1, count))
 
     def backward(self, gradient: torch.Tensor) -> None:
         """Add `gradient [P]` · d margins to the gradients of the agent's parameters."""
-        if self.graph is not None:
-            self.graph.backward(gradient.to(self.graph))
-            self.graph = None
-        elif self.pieces is not None:
-            share = torch.zeros(len(self.table.completions), dtype=torch.float64)
-            share.index_add_(0, torch.tensor(self.table.winner), gradient.double())
-            share.index_add_(0, torch.tensor(self.table.loser), -gradient.double())
-            for part, held in self.pieces:
-                sums = self._sums(part)
-                sums.backward(share[held].to(sums))
+        share = torch.zeros(len(self.table.completions), dtype=torch.float64)
+        share.index_add_(0, torch.tensor(self.table.winner), gradient.double())
+        share.index_add_(0, torch.tensor(self.table.loser), -gradient.double())
+        for part, held in self.pieces:
+            sums = self.graph if self.graph is not None else self._sums(part)
+            sums.backward(share[held].to(sums))
+        self.graph = None
 
     def _sums(self, part: Candidates) -> torch.Tensor:
         actor = self.agents.actors[self.index]
@@ -214,12 +202,11 @@ def pair_stats(pairs: Sequence[PreferencePair]) -> Stats:
 def reference_margins(agents: Agents, references: Sequence[torch.nn.Module], pairs: Sequence[PreferencePair], score_last_token: bool) -> torch.Tensor:
     """The margins `[N, P]` (float64, CPU) of the frozen `references`, one per agent."""
     def margins(index: int, model: torch.nn.Module) -> torch.Tensor:
-        table, sums = candidates_of(pairs, index), []
+        table = candidates_of(pairs, index)
+        sums = torch.zeros(len(table.completions), dtype=torch.float64)
         for part, held in split_table(table, GRAPH_TOKENS):
             scored = completion_logprobs(model, part.prompts, part.completions, part.owner, pad_id=agents.actors[index].pad_id)
-            sums.append(scored.sums(score_last_token=score_last_token).double().cpu())
-        order = torch.tensor([m for _, held in split_table(table, GRAPH_TOKENS) for m in held]).argsort()
-        values = torch.cat(sums)[order]
-        return values[table.winner] - values[table.loser]
+            sums[held] = scored.sums(score_last_token=score_last_token).double().cpu()
+        return sums[table.winner] - sums[table.loser]
 
     return torch.stack(agents.each(margins, references))

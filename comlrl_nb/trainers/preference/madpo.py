@@ -16,6 +16,7 @@ from ...loop import ShuffledEpochs, train_batches
 from ...preferences import pairs_of
 from ...rollout import node_stats, rollout
 from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
+from ...streams import rewound_on_error
 from ..base import TrainerBase
 from ..configs import MADPOConfig
 from ...types import PreferencePair, Stats
@@ -24,7 +25,7 @@ from ...utils.reference_kl import clone_reference_models, resolve_reference_devi
 
 # %% auto #0
 __all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'pair_batches', 'train_source', 'last_token',
-           'collect_pairs']
+           'collect_pairs', 'collection_stats']
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
 ROWS_PER_CALL = 256
@@ -122,25 +123,30 @@ def last_token(args: MADPOConfig) -> bool:
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #e6df816d
 def collect_pairs(trainer: MADPOTrainer, items: Iterable[Mapping[str, Any]] | None) -> list[PreferencePair]:
-    """All pairs of `items`, with one `collect` row in the history."""
+    """All pairs of `items`, with one `collect` row in the history; stopped halfway, the random streams are as before."""
     setup, args, started = trainer.setup, trainer.args, time.perf_counter()
     rows = setup.train.epoch() if items is None else (dict(item) for item in items)
     total = setup.train.length if items is None else len(items) if isinstance(items, (list, tuple)) else None
     pairs: list[PreferencePair] = []
-    described: list[Stats] = []
-    counts: list[Stats] = []
-    with trainer.watched():
+    stats: list[Stats] = []
+    with trainer.watched(), rewound_on_error(setup.streams.values()):
         trainer.run.events.on_phase("collect", total)
         for batch in batches_of(rows, max(1, ROWS_PER_CALL // args.preference_num_candidates)):
-            sampled = rollout(batch, setup.roles, trainer.team, setup.reward, args.preference_num_candidates, first_index=len(counts))
-            for node in sampled:
-                found, count = pairs_of(node, args.pair_selection, args.preference_pairs_per_sample, setup.streams["pairs"].python)
+            nodes = rollout(batch, setup.roles, trainer.team, setup.reward, args.preference_num_candidates, first_index=len(stats))
+            for node in nodes:
+                found, counts = pairs_of(node, args.pair_selection, args.preference_pairs_per_sample, setup.streams["pairs"].python)
                 pairs += found
-                counts.append(count)
-            described += [node_stats([node]) for node in sampled]
-            trainer.run.events.on_nodes("collect", sampled)
-            trainer.run.events.on_advance(len(batch), node_stats(sampled))
-        if described:
-            totals = {name: sum(count[name] for count in counts) for name in counts[0]}
-            trainer.run.note("collect", {**Stats.mean(described), **totals, "seconds/collect": time.perf_counter() - started})
+                stats.append(Stats(node_stats([node]) | counts))
+            trainer.run.events.on_nodes("collect", nodes)
+            trainer.run.events.on_advance(len(batch), stats[-1])
+        if stats:
+            trainer.run.note("collect", collection_stats(stats, args.preference_num_candidates, time.perf_counter() - started))
     return pairs
+
+
+def collection_stats(stats: Sequence[Stats], num: int, seconds: float) -> Stats:
+    """Means over items, except that pairs and what was left out are totals; with time and sampled tokens per second."""
+    totals = {name: sum(one[name] for one in stats) for name in ("pairs", "tied_pairs", "identical_pairs")}
+    agents = sum(name.endswith("/completion_length") for name in stats[0])
+    tokens = sum(one["completion_length"] for one in stats) * num * agents
+    return Stats({**Stats.mean(stats), **totals, "seconds/collect": seconds, "tokens_per_second": tokens / seconds})
