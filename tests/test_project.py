@@ -131,9 +131,25 @@ def test_an_optional_package_inside_a_function_is_fine(house):
     assert rules(house) == set()
 
 
-def test_a_module_without_notebook_is_found(house):
-    (house / "lib/stray.py").write_text("x = 1\n")
+@pytest.mark.parametrize("text", ["x = 1\n", "print(1)\n", "def f(): pass\n"])
+def test_a_module_without_notebook_is_found(house, text):
+    (house / "lib/stray.py").write_text(text)
     assert rules(house) == {"module without notebook"}
+
+
+def test_a_module_that_passes_names_on_needs_no_notebook_but_has_a_floor(house):
+    (house / "lib/other_path.py").write_text('"""Another path."""\nfrom lib.pack.high import high\n\n__all__ = ["high"]\n')
+    assert rules(house) == set()
+    write_notebook(house / "nbs/00_core/00_low.ipynb", cell("#| default_exp low"), cell("#| export\nfrom lib.other_path import high"))
+    assert rules(house) == {"import points up"}
+
+
+def test_letters_after_a_number_count(house):
+    write_notebook(house / "nbs/00_core/00a_next.ipynb", cell("#| default_exp next"), cell("#| export\nfrom lib.low import low"))
+    (house / "lib/next.py").write_text("x = 1\n")
+    assert rules(house) == set()
+    write_notebook(house / "nbs/00_core/00_low.ipynb", cell("#| default_exp low"), cell("#| export\nfrom lib.next import x"))
+    assert rules(house) == {"import points up"}
 
 
 @pytest.mark.parametrize("text, hint", [

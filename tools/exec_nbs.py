@@ -41,11 +41,13 @@ class Client(NotebookClient):
         return await super().async_execute_cell(cell, cell_index, **kwargs)
 
 
-def with_stable_widget_ids(text, notebook, key):
+def with_stable_widget_ids(notebook, key):
+    """The notebook with ids of widgets that say which notebook and which widget, not which run."""
+    text = nbformat.writes(notebook)
     models = notebook.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
     for index, model_id in enumerate(models):
         text = text.replace(model_id, hashlib.md5(f"{key}-{index}".encode()).hexdigest())
-    return text
+    return nbformat.reads(text, 4)
 
 
 def tidy(notebook):
@@ -86,7 +88,7 @@ def run(path, wanted):
     client.wanted = wanted
     execute(client)
     tidy(notebook)
-    path.write_text(with_stable_widget_ids(nbformat.writes(notebook) + "\n", notebook, path.name), encoding="utf-8")
+    path.write_text(nbformat.writes(with_stable_widget_ids(notebook, path.name)) + "\n", encoding="utf-8")
     print(f"{path}: {time.perf_counter() - started:.1f} s", flush=True)
 
 
