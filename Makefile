@@ -7,6 +7,7 @@ PY := $(VENV)/bin/python
 DEV := $(VENV)/.ready-dev
 NB ?= index.ipynb $(sort $(wildcard nbs/*/*.ipynb))
 PYTEST_ARGS ?=
+LAB_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 export VENV PYTHON PIP_ARGS
@@ -51,7 +52,7 @@ test-site: $(DEV)  ## build the site and look at it with Chromium
 	@$(PY) -m pytest -m browser $(PYTEST_ARGS)
 
 lab: $(DEV)  ## open the notebooks in JupyterLab
-	@$(PY) -m jupyter lab --notebook-dir=nbs
+	@$(PY) -m jupyterlab --ServerApp.root_dir=nbs $(LAB_ARGS)
 
 sync: $(DEV)  ## before a commit: export, clean, write README and sidebar
 	@$(PY) -c "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"
