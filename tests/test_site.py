@@ -94,7 +94,8 @@ def small_site(tmp_path_factory):
     page = write_notebook(
         root / "nbs/00_core/00_low.ipynb", cell("#| default_exp low"), cell('#| export\nclass low:\n    "Lower."\n    def once(self, x: int) -> int:\n        return x - 1'),
         {"cell_type": "markdown", "id": "m", "metadata": {}, "source": "$$\nx - 1\n$$ {#eq-low}\n\nBy @eq-low, and inline $x^2$."},
-        cell("from ipywidgets import IntSlider"), cell('IntSlider(value=3, description="depth")'))
+        cell("from ipywidgets import IntSlider"), cell('IntSlider(value=3, description="depth")'),
+        cell("#| export\ndef _last():\n    return None"))
     for name in ("styles.css", "favicon.svg"):
         shutil.copy(ROOT / "nbs" / name, root / "nbs" / name)
     shutil.copy(root / "_quarto.yml", root / "nbs/_quarto.yml")

@@ -94,7 +94,8 @@ def stage(root: Path, target: Path) -> None:
         shutil.copytree(source, target / name, ignore=LEFT) if source.is_dir() else shutil.copy(source, target / name)
     for path in (target / "nbs").rglob("*.ipynb"):
         book = json.loads(path.read_text(encoding="utf-8"))
-        book["cells"] = [shown_source(cell) for cell in split_title(book["cells"])]
+        end = {"cell_type": "markdown", "id": "end", "metadata": {}, "source": "<!-- end -->"}  # nbdev looks one cell past shown source
+        book["cells"] = [*(shown_source(cell) for cell in split_title(book["cells"])), end]
         path.write_text(json.dumps(book), encoding="utf-8")
     (target / "nbs/sidebar.yml").write_text(make_sidebar.sidebar(target / "nbs"), encoding="utf-8")
 
@@ -108,8 +109,7 @@ def signature(function, *, eval_str=False, **options):
 
 
 def processed(project: Path) -> Path:
-    """Let nbdev add API descriptions and links; the folder of finished notebooks."""
-    os.chdir(project)
+    """Let nbdev add API descriptions and links to `project`, the current folder; the folder of finished notebooks."""
     sys.path.insert(0, str(project))
     import fastcore.docments
     import nbdev.doclinks
@@ -305,10 +305,9 @@ def remote_requests(site: Path) -> list[str]:
 
 def build(root: Path, out: Path, cache: Path) -> list[str]:
     """Build the site of the project `root` in `out`; what is wrong with it, in which case `out` is left alone."""
-    with tempfile.TemporaryDirectory(prefix="comlrl_nb-docs-") as folder:
-        project = Path(folder).resolve()
-        stage(root, project)
-        pages = processed(project)
+    with tempfile.TemporaryDirectory(prefix="comlrl_nb-docs-") as folder, contextlib.chdir(folder):
+        stage(root, Path(folder).resolve())
+        pages = processed(Path(folder).resolve())
         from nbdev.config import get_config
         host = f"{get_config().doc_host}{get_config().doc_baseurl}/"
         finish(pages, host)
@@ -321,7 +320,6 @@ def build(root: Path, out: Path, cache: Path) -> list[str]:
         if not found:
             shutil.rmtree(out, ignore_errors=True)
             shutil.move(site, out)
-        os.chdir(root)
     return found
 
 
