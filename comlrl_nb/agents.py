@@ -5,8 +5,9 @@
 # %% ../nbs/50_training/02_agents.ipynb #381ee9a7
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from .streams import RandomStream
 from .types import Generation, Prompt
 
 # %% auto #0
-__all__ = ['PURPOSES', 'Actor', 'build_optimizers', 'Agents', 'stream_names']
+__all__ = ['POSITION_TABLES', 'PURPOSES', 'Actor', 'require_trainable', 'build_optimizers', 'position_limit', 'Agents',
+           'stream_names']
 
 # %% ../nbs/50_training/02_agents.ipynb #4507a9e2
 @dataclass(frozen=True)
@@ -36,19 +38,36 @@ class Actor:
         return self.tokenizer.pad_token_id
 
 # %% ../nbs/50_training/02_agents.ipynb #1295110e
+def require_trainable(models: Sequence[nn.Module]) -> None:
+    """Raise when a model has no parameter that could be trained."""
+    for index, model in enumerate(models):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"agents[{index}]: no parameter of {type(model).__name__} requires a gradient; call model.requires_grad_(True), or unfreeze some of them")
+
+
 def build_optimizers(models: Sequence[nn.Module], learning_rate: float) -> list[torch.optim.Optimizer]:
     """One AdamW per agent, in agent order; agents without parameters of their own get the optimizer of the first agent they share with."""
+    require_trainable(models)
     owner: dict[nn.Parameter, torch.optim.Optimizer] = {}
     optimizers = []
-    for index, model in enumerate(models):
+    for model in models:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable:
-            raise ValueError(f"agents[{index}]: no parameter of {type(model).__name__} requires a gradient; nothing could be trained")
         own = [parameter for parameter in trainable if parameter not in owner]
         optimizer = torch.optim.AdamW(own, lr=learning_rate) if own else owner[trainable[0]]
         owner.update(dict.fromkeys(own, optimizer))
         optimizers.append(optimizer)
     return optimizers
+
+# %% ../nbs/50_training/02_agents.ipynb #34ef6dd7
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """The most tokens a model with learned positions can read; None for models without such a table."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES:
+            return min(module.num_embeddings, getattr(model.config, "max_position_embeddings", module.num_embeddings))
+    return None
 
 # %% ../nbs/50_training/02_agents.ipynb #3631e129
 class Agents:
@@ -61,6 +80,7 @@ class Agents:
                  max_prompt_length: int | None = None):
         self.actors, self.sampling, self.streams = tuple(actors), sampling, dict(streams)
         self.max_prompt_length = max_prompt_length
+        self.limits = [position_limit(model) for model in self.models]
         self.optimizers = build_optimizers(self.models, learning_rate)
         self.workers = AgentWorkers([actor.device for actor in self.actors])
 
@@ -77,15 +97,30 @@ class Agents:
 
     def encode(self, index: int, text: str) -> Prompt:
         """The prompt as actor `index` reads it: ids with one beginning-of-text token, at most `max_prompt_length` of them."""
-        return encode_prompt(self.actors[index].tokenizer, text, self.max_prompt_length)
+        prompt = encode_prompt(self.actors[index].tokenizer, text, self.max_prompt_length)
+        limit, length = self.limits[index], len(prompt.token_ids)
+        if limit is not None and length + self.sampling.max_new_tokens > limit:
+            raise ValueError(f"agent {index}: a prompt of {length} tokens and max_new_tokens={self.sampling.max_new_tokens} do not fit into the model's {limit} positions; "
+                             f"set max_prompt_length to {limit - self.sampling.max_new_tokens} or less, or shorten the prompt")
+        return prompt
 
-    def sample(self, prompts: Sequence[Sequence[str]], num: int, purpose: str = "policy", sampling: Sampling | None = None) -> list[list[Generation]]:
+    @contextmanager
+    def generating_with(self, keywords: Mapping[str, Any]) -> Iterator[None]:
+        """Inside the block every call of `generate` gets these keywords too."""
+        kept, self.sampling = self.sampling, replace(self.sampling, extra=dict(keywords))
+        try:
+            self.sampling.keywords()
+            yield
+        finally:
+            self.sampling = kept
+
+    def sample(self, prompts: Sequence[Sequence[str]], num: int, purpose: str = "policy") -> list[list[Generation]]:
         """`num` completions per actor and item; `prompts` and the result are indexed `[item][actor]`."""
         encoded = [[self.encode(index, row[index]) for row in prompts] for index in range(len(self))]
 
         def one(index: int, mine: Sequence[Prompt]) -> list[Generation]:
             actor = self.actors[index]
-            return sample(actor.model, actor.tokenizer, mine, num, sampling or self.sampling, self.streams[f"{purpose} {index}"],
+            return sample(actor.model, actor.tokenizer, mine, num, self.sampling, self.streams[f"{purpose} {index}"],
                           eos_ids=actor.eos_ids, agent_idx=index)
 
         by_actor = self.each(one, encoded)

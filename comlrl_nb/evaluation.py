@@ -27,6 +27,9 @@ class Evaluation:
     aggregator: Callable[..., Mapping[str, float]] | None = None
 
     def __post_init__(self):
+        for name, function in (("eval_logger", self.logger), ("eval_aggregator", self.aggregator)):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name}: None or a callable is needed, got {function!r}")
         if (self.logger is None) != (self.aggregator is None):
             given, missing = ("eval_logger", "eval_aggregator") if self.aggregator is None else ("eval_aggregator", "eval_logger")
             raise ValueError(f"{missing}: None, but {given} is given; the aggregator reads what the logger returns, so give both or neither")
@@ -49,4 +52,7 @@ class Evaluation:
         completions = [[[node.joints[0].texts[role]] for node in nodes] for role in range(self.roles.num_roles)]
         details = self.logger(agent_completions_turns=completions, batch_items=[node.item for node in nodes],
                               prompts=[node.prompts[0].text for node in nodes])
-        return self.aggregator(details, num_turns=1)
+        means = self.aggregator(details, num_turns=1)
+        if not isinstance(means, Mapping):
+            raise ValueError(f"eval_aggregator must return a mapping of metric names to numbers, got {means!r}")
+        return means

@@ -11,9 +11,21 @@ from typing import Any
 from .streams import RandomStream
 
 # %% auto #0
-__all__ = ['column_names', 'Items']
+__all__ = ['walk', 'as_row', 'column_names', 'Items']
 
 # %% ../nbs/30_interaction/06_items.ipynb #7c1ca3c8
+def walk(dataset: Any) -> Iterator[Any]:
+    """The rows of a dataset in its own order."""
+    return iter(dataset) if isinstance(dataset, Iterable) else (dataset[i] for i in range(len(dataset)))
+
+
+def as_row(row: Any, name: str, index: int) -> dict[str, Any]:
+    """A fresh dictionary of a row; `ValueError` naming the dataset when it is not a mapping."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{name}[{index}]: every row is a mapping of column names to values, got {type(row).__name__}")
+    return dict(row)
+
+
 def _names_of(dataset: Any) -> list[str] | None:
     """The column names a dataset declares, None when it declares none."""
     names = getattr(dataset, "column_names", None)
@@ -27,7 +39,7 @@ def column_names(dataset: Any) -> tuple[str, ...]:
     declared = _names_of(dataset)
     if declared is not None:
         return tuple(declared)
-    rows = dataset if isinstance(dataset, (list, tuple)) else [row for row, _ in zip(dataset, range(1))]
+    rows = dataset if isinstance(dataset, (list, tuple)) else [row for row, _ in zip(walk(dataset), range(1))]
     return tuple(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
 
 # %% ../nbs/30_interaction/06_items.ipynb #fcebcd96
@@ -35,25 +47,23 @@ class Items:
     """The rows of a dataset; `name` is the argument it came from and stands in every error."""
 
     def __init__(self, dataset: Any, name: str, shuffle: bool = False, stream: RandomStream | None = None):
-        if dataset is not None and (isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")):
+        readable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
+        if dataset is not None and (isinstance(dataset, (str, bytes, Mapping)) or not readable):
             raise ValueError(f"{name}: a list of dicts, a datasets.Dataset or an IterableDataset is needed, got {type(dataset).__name__}")
+        if isinstance(dataset, Iterator):
+            raise ValueError(f"{name}: a {type(dataset).__name__} can be walked through only once; give a list, or datasets.IterableDataset.from_generator(...)")
         if shuffle and dataset is not None and not hasattr(dataset, "__len__"):
             raise ValueError(f"{name}: shuffle=True needs a dataset with a length; shuffle a streamed dataset with its own .shuffle()")
         self.dataset, self.name, self.shuffle, self.stream = dataset, name, shuffle, stream
         self.columns = column_names(dataset)
         if isinstance(dataset, (list, tuple)):
             for index, row in enumerate(dataset):
-                self._row(row, index)
+                as_row(row, name, index)
 
     @property
     def length(self) -> int | None:
         """Number of rows; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
-
-    def _row(self, row: Any, index: int) -> dict[str, Any]:
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{self.name}[{index}]: every row is a mapping of column names to values, got {type(row).__name__}")
-        return dict(row)
 
     def require(self) -> None:
         """Raise when there is nothing to train on."""
@@ -66,7 +76,7 @@ class Items:
         """The rows of one epoch."""
         self.require()
         if not self.shuffle:
-            rows = iter(self.dataset) if isinstance(self.dataset, Iterable) else (self.dataset[i] for i in range(len(self.dataset)))
+            rows = walk(self.dataset)
         else:
             order = list(range(len(self.dataset)))
             self.stream.python.shuffle(order)
@@ -74,11 +84,10 @@ class Items:
         seen = False
         for index, row in enumerate(rows):
             seen = True
-            yield self._row(row, index)
+            yield as_row(row, self.name, index)
         if not seen:
             raise ValueError(f"{self.name}: it has no rows")
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first `count` rows in the dataset's own order (fewer when there are fewer)."""
-        rows = self.dataset if isinstance(self.dataset, Iterable) else (self.dataset[i] for i in range(len(self.dataset)))
-        return [self._row(row, index) for row, index in zip(rows, range(count))]
+        return [as_row(row, self.name, index) for index, row in zip(range(count), walk(self.dataset))]

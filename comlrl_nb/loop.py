@@ -5,6 +5,8 @@
 # %% ../nbs/50_training/05_loop.ipynb #af40cf75
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from .streams import RandomStream
 from .types import Stats
 
 # %% auto #0
-__all__ = ['Batch', 'Source', 'ShuffledEpochs', 'Run', 'watched', 'train_batches']
+__all__ = ['Batch', 'Source', 'ShuffledEpochs', 'Run', 'watched', 'interrupt_afterwards', 'train_batches']
 
 # %% ../nbs/50_training/05_loop.ipynb #2e974b96
 @dataclass(frozen=True)
@@ -141,6 +143,29 @@ def watched(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
         run.events.on_end(run.history)
         run.events, run.watching = Callbacks(), False
 
+# %% ../nbs/50_training/05_loop.ipynb #e526e78f
+@contextmanager
+def interrupt_afterwards() -> Iterator[None]:
+    """Hold back the first Ctrl-C until the block is done; only in the main thread, where signals arrive."""
+    outside = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(outside):
+        yield
+        return
+    held: list[tuple] = []
+
+    def hold(*arguments):
+        if held:
+            outside(*arguments)
+        held.append(arguments)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, outside)
+    if held:
+        outside(*held[0])
+
 # %% ../nbs/50_training/05_loop.ipynb #c18b2f8e
 def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tuple[float, Stats]], *, name: str = "train",
                   evaluate: Callable[[], Any] | None = None, eval_interval: int = 0) -> Stats:
@@ -155,10 +180,11 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
         if batch.index == 0 or not seen:
             run.events.on_phase(f"{name} epoch {batch.epoch + 1}", batch.batches_per_epoch - batch.index)
         started = time.perf_counter()
-        _, stats = update(batch.entries)
-        stats["seconds/update"] = time.perf_counter() - started
-        source.done()
-        run.count(stats, batch.env_steps)
+        with interrupt_afterwards():
+            _, stats = update(batch.entries)
+            stats["seconds/update"] = time.perf_counter() - started
+            source.done()
+            run.count(stats, batch.env_steps)
         seen.append(stats)
     run.flush()
     return Stats.mean(seen)

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .agents import Actor, Agents, stream_names
+from .agents import Actor, Agents, require_trainable, stream_names
 from .evaluation import Evaluation
 from .generation import Sampling
 from .items import Items
 from .models.loading import load_planned, plan_agents
 from .prompts import build_formatters
 from .rollout import OneActorForAllRoles, Roles, SeparateRoles
-from .schedulers.device_scheduler import Placement, place
+from .schedulers.device_scheduler import Placement, follow, place
 from .streams import RandomStream, make_streams
 from .trainers.preference.centralized import checked_adapter
 from .utils.reward_utils import RewardFunction
@@ -35,7 +35,8 @@ NUM_AGENTS = DefaultCount(2)
 
 def resolve_args(args: Any, config_class: type, num_agents: int, agents: Sequence[Any] | None) -> Any:
     """The checked configuration, its `num_agents` agreeing with the constructor's and (with one actor per role) with the list."""
-    if args is not None and not isinstance(args, config_class):
+    of_another = type(args) is not config_class and type(args).__module__ == config_class.__module__
+    if args is not None and (not isinstance(args, config_class) or of_another):
         raise ValueError(f"args: a {config_class.__name__} is needed, got {type(args).__name__}")
     if isinstance(num_agents, bool) or not isinstance(num_agents, int) or num_agents < 1:
         raise ValueError(f"num_agents: a whole number of at least 1 is needed, got {num_agents!r}")
@@ -84,6 +85,7 @@ class Inputs:
     reward_func: Callable[..., Any] | None = None
     reward_processor: Callable[[float], float] | None = None
     formatters: Any = None
+    external_transition: Callable[..., Any] | None = None
     eval_logger: Callable[..., Any] | None = None
     eval_aggregator: Callable[..., Any] | None = None
     adapter: Any = None
@@ -91,9 +93,9 @@ class Inputs:
 # %% ../nbs/50_training/06_setup.ipynb #02a7c431
 def build_roles(args: Any, inputs: Inputs) -> Roles:
     """One actor per role, or one for all when `collaboration_mode` is `"centralized"`."""
-    formatters = build_formatters(inputs.formatters, args.num_agents, pass_none_external_prompts=False)
+    adapter, formatters = checked_adapter(inputs.adapter), build_formatters(inputs.formatters, args.num_agents, pass_none_external_prompts=False)
     if getattr(args, "collaboration_mode", "decentralized") == "centralized":
-        return OneActorForAllRoles(checked_adapter(inputs.adapter), formatters)
+        return OneActorForAllRoles(adapter, formatters)
     return SeparateRoles(formatters)
 
 
@@ -101,8 +103,6 @@ def build_reward(args: Any, inputs: Inputs, columns: Sequence[str], per_agent: b
     """The bound reward function; `per_agent` also takes one value per agent."""
     if inputs.reward_func is None:
         raise ValueError("reward_func: None; give a function that scores one joint response")
-    if inputs.reward_processor is not None and not callable(inputs.reward_processor):
-        raise ValueError(f"reward_processor: a function from float to float is needed, got {inputs.reward_processor!r}")
     return RewardFunction(inputs.reward_func, num_agents=args.num_agents, columns=columns, processor=inputs.reward_processor, per_agent=per_agent)
 
 
@@ -115,12 +115,18 @@ def load_team(args: Any, plan: Any, placement: Placement, streams: Mapping[str, 
     return Agents(actors, sampling, streams, args.agent_learning_rate, args.max_prompt_length), loaded.model_name
 
 # %% ../nbs/50_training/06_setup.ipynb #ec174240
-def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, extra_streams: Sequence[str] = ()) -> Setup:
+def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_references: bool = False, extra_streams: Sequence[str] = ()) -> Setup:
     """Check everything, then load. Nothing is loaded when anything is wrong; every error names its field."""
+    if inputs.external_transition is not None and not callable(inputs.external_transition):
+        raise ValueError(f"external_transition: None or a callable is needed, got {inputs.external_transition!r}")
     central = getattr(args, "collaboration_mode", "decentralized") == "centralized"
     num_actors = 1 if central else args.num_agents
     plan = plan_agents(agent_model=inputs.agent_model, agents=inputs.agents, num_agents=num_actors, tokenizer=inputs.tokenizer, model_config=inputs.model_config)
+    if not plan.by_name:
+        require_trainable(plan.sources)
     placement = place(num_actors, parallel_training=args.parallel_training, agent_devices=args.agent_devices)
+    if with_references:
+        placement = replace(placement, references=follow(args.reference_devices, placement.agents, "reference_devices"))
     roles = build_roles(args, inputs)
     streams = make_streams(args.seed, [*stream_names(num_actors), "data", *extra_streams])
     train = Items(inputs.train_dataset, "train_dataset", args.shuffle, streams["data"])

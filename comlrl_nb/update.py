@@ -110,10 +110,14 @@ class Scorer:
         return Margins(sums[self.table.winner] - sums[self.table.loser], -float(sums.sum()) / max(1, count))
 
     def backward(self, gradient: torch.Tensor) -> None:
-        """Add `gradient [P]` · d margins to the gradients of the agent's parameters."""
-        share = torch.zeros(len(self.table.completions), dtype=torch.float64)
-        share.index_add_(0, torch.tensor(self.table.winner), gradient.double())
-        share.index_add_(0, torch.tensor(self.table.loser), -gradient.double())
+        """Add `gradient [P]` · d margins to the gradients of the agent's parameters.
+
+        Pairs in which this agent wrote the same on both sides add exactly nothing.
+        """
+        winner, loser = torch.tensor(self.table.winner), torch.tensor(self.table.loser)
+        told_apart, share = winner != loser, torch.zeros(len(self.table.completions), dtype=torch.float64)
+        share.index_add_(0, winner[told_apart], gradient[told_apart].double())
+        share.index_add_(0, loser[told_apart], -gradient[told_apart].double())
         for part, held in self.pieces:
             sums = self.graph if self.graph is not None else self._sums(part)
             sums.backward(share[held].to(sums))
@@ -134,7 +138,10 @@ def require_finite_margins(margins: torch.Tensor) -> None:
 
 
 def gradient_step(agents: Agents, backward: Callable[[], None]) -> Stats:
-    """Zero the gradients, run `backward`, check every gradient norm, step each optimizer once; returns the norms."""
+    """Zero the gradients, run `backward`, check every gradient norm, step each optimizer once; returns the norms.
+
+    An optimizer whose agents have no gradient at all is not stepped: its weight decay would move them without any signal.
+    """
     optimizers = list(dict.fromkeys(agents.optimizers))
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -143,8 +150,10 @@ def gradient_step(agents: Agents, backward: Callable[[], None]) -> Stats:
     for index, norm in enumerate(norms):
         if not torch.isfinite(norm):
             raise NonFiniteError(f"agent {index}: the norm of its gradient is {norm.item()}; no weight was changed. Look for a too large learning rate, or float16 weights")
-    for optimizer in optimizers:
+    moved = dict.fromkeys(optimizer for optimizer, norm in zip(agents.optimizers, norms) if norm > 0)
+    for optimizer in moved:
         optimizer.step()
+    for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     return Stats({f"agent_{index}/grad_norm": float(norm) for index, norm in enumerate(norms)} | {"grad_norm": float(sum(norms)) / len(norms)})
 
@@ -165,7 +174,7 @@ def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, s
         return 0.0, Stats()
     scorers = [Scorer(agents, index, pairs, score_last_token, budget) for index in range(len(agents))]
     try:
-        with eval_mode(*agents.models):
+        with eval_mode(*agents.models), torch.inference_mode(False), torch.enable_grad():
             return _step_on(agents, scorers, pairs, beta, reference)
     except NonFiniteError:
         if not skip_nonfinite:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ def resolve_model_sources(*, kind: str, model: Any | None, models: Sequence[Any]
     if models is None:
         return [model] * expected_count, infer_model_name(model)
     if isinstance(models, (str, bytes)) or not isinstance(models, Sequence):
-        raise ValueError(f"{kind}={models!r}: expected a list with one entry for each of {label}")
+        raise ValueError(f"{kind}={reprlib.repr(models)} is a {type(models).__name__}: expected a list with one entry for each of {label}")
     if len(models) != expected_count:
         raise ValueError(f"{kind} has {len(models)} entries: expected {label}")
     if any(source is None for source in models):

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..callbacks import Callback, Callbacks, Progress, WandbSink
 from ..history import History
+from ..items import as_row, walk
 from ..loop import Run, watched
 from ..schedulers.device_scheduler import unwrap_model
 from ..rollout import rollout
@@ -23,7 +24,7 @@ from ..setup import Setup
 from ..types import Node, Stats
 
 # %% auto #0
-__all__ = ['TrainerAttributes', 'TrainerBase']
+__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'Rows', 'loader', 'TrainerBase']
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ca72b8e4
 class TrainerAttributes:
@@ -52,15 +53,48 @@ class TrainerAttributes:
     env_step = property(lambda self: self.run.env_step, doc="Scored joint responses so far: the x axis of the history.")
 
 # %% ../../nbs/60_trainers/01_base.ipynb #bc7ba5c8
+def check_watchers(callbacks: Any, wandb_config: Any) -> None:
+    """Raise unless `callbacks` is None or a list of Callback objects and `wandb_config` None or a dictionary."""
+    if callbacks is not None and not isinstance(callbacks, (list, tuple)):
+        raise ValueError(f"callbacks: None or a list of Callback objects is needed, got {callbacks!r}")
+    Callbacks(callbacks or ())
+    if wandb_config is not None:
+        WandbSink(wandb_config)
+
+
+def check_count(value: Any, name: str, minimum: int = 1) -> int:
+    """`value` when it is a whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name}: a whole number of at least {minimum} is needed, got {value!r}")
+    return value
+
+
+class Rows(IterableDataset):
+    """A dataset without a length, as torch's loader wants it."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return walk(self.dataset)
+
+
+def loader(dataset: Any, batch_size: int) -> DataLoader:
+    """Lists of up to `batch_size` rows in the dataset's own order."""
+    rows = dataset if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else Rows(dataset)
+    return DataLoader(rows, batch_size=batch_size, shuffle=False if rows is dataset else None, collate_fn=list)
+
+# %% ../../nbs/60_trainers/01_base.ipynb #549eb5ab
 class TrainerBase(TrainerAttributes):
     """Rollout, evaluation, saving and the callbacks around training."""
 
     def __init__(self, setup: Setup, callbacks: Sequence[Callback] | None = None, wandb_config: Mapping[str, Any] | None = None):
         super().__init__(setup)
+        check_watchers(callbacks, wandb_config)
         self.wandb_config = wandb_config
         described = {"algorithm": self.algorithm_name, "model_name": setup.model_name, **setup.args.as_dict()}
         self.sinks = [] if wandb_config is None else [WandbSink(wandb_config, described)]
-        self.callbacks = None if callbacks is None else Callbacks(callbacks).callbacks
+        self.callbacks = None if callbacks is None else list(callbacks)
         self.verbose = True
 
     @contextmanager
@@ -77,13 +111,14 @@ class TrainerBase(TrainerAttributes):
 
     def rollout(self, item: Mapping[str, Any], num: int | None = None) -> Node:
         """One item answered by the team: `num` joint responses (None: as many as in training) with their rewards. Nothing is updated."""
-        return rollout([dict(item)], self.setup.roles, self.team, self.setup.reward, num or self.samples_per_item, purpose="rollout")[0]
+        count = self.samples_per_item if num is None else check_count(num, "num")
+        return rollout([as_row(item, "item", 0)], self.setup.roles, self.team, self.setup.reward, count, purpose="rollout")[0]
 
     def evaluate(self, num_eval_samples: int | None = None) -> Stats:
         """Task reward of one joint response for each of the first `num_eval_samples` held-out items; empty without `eval_dataset`."""
         if self.setup.eval.dataset is None:
             return Stats()
-        count = self.args.eval_num_samples if num_eval_samples is None else num_eval_samples
+        count = self.args.eval_num_samples if num_eval_samples is None else check_count(num_eval_samples, "num_eval_samples", minimum=0)
         started = time.perf_counter()
         with self.watched():
             stats, nodes = self.setup.evaluation.run(self.team, self.setup.eval.first(count), self.args.eval_batch_size)
@@ -94,12 +129,12 @@ class TrainerBase(TrainerAttributes):
     def get_train_dataloader(self) -> DataLoader:
         """The training rows one by one, in the dataset's order."""
         self.setup.train.require()
-        return DataLoader(self.setup.train.dataset, batch_size=1, shuffle=False, collate_fn=list)
+        return loader(self.setup.train.dataset, batch_size=1)
 
     def get_eval_dataloader(self) -> DataLoader | None:
         """The held-out rows in batches of `eval_batch_size`; None without `eval_dataset`."""
         dataset = self.setup.eval.dataset
-        return None if dataset is None else DataLoader(dataset, batch_size=self.args.eval_batch_size, shuffle=False, collate_fn=list)
+        return None if dataset is None else loader(dataset, self.args.eval_batch_size)
 
     def save_model(self, output_dir: str | Path) -> None:
         """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer; `from_pretrained` reads them back."""

@@ -12,20 +12,21 @@ from typing import Any
 import torch
 
 from ...history import History
+from ...items import as_row
 from ...loop import ShuffledEpochs, train_batches
 from ...preferences import pairs_of
 from ...rollout import node_stats, rollout
 from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
 from ...streams import rewound_on_error
-from ..base import TrainerBase
+from ..base import TrainerBase, check_count, check_watchers
 from ..configs import MADPOConfig
 from ...types import PreferencePair, Stats
 from ...update import madpo_update, reference_margins
-from ...utils.reference_kl import clone_reference_models, resolve_reference_devices
+from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'pair_batches', 'train_source', 'last_token',
-           'collect_pairs', 'collection_stats']
+__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'check_pairs', 'pair_batches', 'train_source',
+           'last_token', 'collect_pairs', 'collection_stats']
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
 ROWS_PER_CALL = 256
@@ -53,14 +54,13 @@ class MADPOTrainer(TrainerBase):
                  eval_dataset=None, reward_func=None, reward_processor=None, formatters=None, external_transition=None,
                  wandb_config=None, eval_logger=None, eval_aggregator=None, args=None, *, centralized_comparator_adapter=None, callbacks=None):
         args = resolve_args(args, self.config_class, num_agents, agents)
+        check_watchers(callbacks, wandb_config)
         inputs = Inputs(agent_model, agents, tokenizer, model_config, train_dataset, eval_dataset, reward_func, reward_processor,
-                        formatters, eval_logger, eval_aggregator, centralized_comparator_adapter)
-        super().__init__(prepare(args, inputs, extra_streams=("pairs",)), callbacks, wandb_config)
-        self.external_transition = external_transition
+                        formatters, external_transition, eval_logger, eval_aggregator, centralized_comparator_adapter)
+        super().__init__(prepare(args, inputs, with_references=args.dpo_reference, extra_streams=("pairs",)), callbacks, wandb_config)
         self.source: ShuffledEpochs | None = None
         if args.dpo_reference:
-            self.reference_devices = resolve_reference_devices(args, self.agent_devices, len(self.team))
-            self.reference_models = clone_reference_models(self.agents, devices=self.reference_devices)
+            self.reference_models = clone_reference_models(self.agents, devices=self.setup.placement.references)
 
     @property
     def samples_per_item(self) -> int:
@@ -72,9 +72,9 @@ class MADPOTrainer(TrainerBase):
 
     def train_on(self, pairs: Sequence[PreferencePair], epochs: int | None = None) -> Stats:
         """Update on `pairs`: `epochs` (None: `num_train_epochs`) passes in batches of `train_batch_size`; returns mean metrics."""
-        if not pairs:
-            return Stats()
-        return train_source(self, pair_batches(self, pairs, self.args.num_train_epochs if epochs is None else epochs))
+        epochs = self.args.num_train_epochs if epochs is None else check_count(epochs, "epochs")
+        check_pairs(pairs, len(self.team))
+        return train_source(self, pair_batches(self, pairs, epochs))
 
     def step(self, items: Iterable[Mapping[str, Any]]) -> Stats:
         """Collect pairs of `items` and make one update on all of them."""
@@ -82,12 +82,16 @@ class MADPOTrainer(TrainerBase):
             pairs = self.collect(items)
             return train_source(self, ShuffledEpochs(pairs, max(1, len(pairs)), 1, self.setup.streams["pairs"], steps_per_pair(self.args)))
 
-    def train(self) -> History:
-        """Collect pairs of the whole training dataset once, then train on them; after an interruption, go on where it stopped."""
+    def train(self, **generation) -> History:
+        """Collect pairs of the whole training dataset once, then train on them; after an interruption, go on where it stopped.
+
+        `generation` are further keywords for `generate` while collecting, for example `repetition_penalty=1.1`.
+        """
         self.setup.train.require()
         with self.watched():
             if self.source is None:
-                pairs = self.collect()
+                with self.team.generating_with(generation):
+                    pairs = self.collect()
                 self.source = pair_batches(self, pairs, self.args.num_train_epochs)
             train_source(self, self.source)
         self.source = None
@@ -97,6 +101,18 @@ class MADPOTrainer(TrainerBase):
 def steps_per_pair(args: MADPOConfig) -> int:
     """What a pair counts on the `env_step` axis."""
     return args.environment_steps_per_pair if args.use_environment_step else 0
+
+
+def check_pairs(pairs: Any, num_actors: int) -> None:
+    """Raise unless `pairs` is a list of pairs with one prompt and one completion per side for each actor."""
+    if not isinstance(pairs, (list, tuple)):
+        raise ValueError(f"pairs: a list of PreferencePair is needed, got {type(pairs).__name__}")
+    for place, pair in enumerate(pairs):
+        if not isinstance(pair, PreferencePair):
+            raise ValueError(f"pairs[{place}]: a PreferencePair is needed, got {type(pair).__name__}")
+        sizes = {len(pair.prompts), len(pair.winner), len(pair.loser)}
+        if sizes != {num_actors}:
+            raise ValueError(f"pairs[{place}]: it is a pair of {len(pair.prompts)} actors, this team has {num_actors}")
 
 
 def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs: int) -> ShuffledEpochs:
@@ -125,7 +141,7 @@ def last_token(args: MADPOConfig) -> bool:
 def collect_pairs(trainer: MADPOTrainer, items: Iterable[Mapping[str, Any]] | None) -> list[PreferencePair]:
     """All pairs of `items`, with one `collect` row in the history; stopped halfway, the random streams are as before."""
     setup, args, started = trainer.setup, trainer.args, time.perf_counter()
-    rows = setup.train.epoch() if items is None else (dict(item) for item in items)
+    rows = setup.train.epoch() if items is None else (as_row(item, "items", index) for index, item in enumerate(items))
     total = setup.train.length if items is None else len(items) if isinstance(items, (list, tuple)) else None
     pairs: list[PreferencePair] = []
     stats: list[Stats] = []
