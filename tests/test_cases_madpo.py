@@ -807,17 +807,34 @@ def test_c77_evaluation_does_not_change_training(kinds):
     assert all(same(found[0][0], other[0]) and found[0][1:] == other[1:] for other in found[1:])
 
 
+def test_c77_an_evaluation_between_two_collections():
+    found = []
+    for looks in (0, 3):
+        trainer = make(eval_dataset=rows(3), pair_selection="random")
+        batches = [trainer.collect()]
+        for _ in range(looks):
+            trainer.evaluate()
+        found.append([*batches, trainer.collect()])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
+def numbers(stream):
+    """The whole state of a random stream."""
+    state = stream.state_dict()
+    return state["python"], {key: value.tolist() for key, value in state["torch"].items()}
+
+
 def test_c77_evaluate_leaves_everything_as_it_was():
     trainer = make(eval_dataset=rows(3))
     trainer.agents[0].train()
     trainer.train_on(trainer.collect())
     before = (weights(trainer), trainer.env_step, trainer.run.update, [model.generation_config for model in trainer.agents], torch.get_rng_state())
-    streams = {name: str(stream.state_dict()) for name, stream in trainer.setup.streams.items() if not name.startswith("evaluation")}
+    streams = {name: numbers(stream) for name, stream in trainer.setup.streams.items() if not name.startswith("evaluation")}
     trainer.evaluate()
     assert same(before[0], weights(trainer)) and before[1:3] == (trainer.env_step, trainer.run.update)
     assert all(model.generation_config is kept for model, kept in zip(trainer.agents, before[3])) and torch.equal(before[4], torch.get_rng_state())
     assert trainer.agents[0].training and not trainer.agents[1].training and torch.is_grad_enabled()
-    assert streams == {name: str(stream.state_dict()) for name, stream in trainer.setup.streams.items() if not name.startswith("evaluation")}
+    assert streams == {name: numbers(stream) for name, stream in trainer.setup.streams.items() if not name.startswith("evaluation")}
     assert all(p.grad is None for model in trainer.agents for p in model.parameters())
 
 
