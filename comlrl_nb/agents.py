@@ -99,9 +99,10 @@ class Agents:
         """The prompt as actor `index` reads it: ids with one beginning-of-text token, at most `max_prompt_length` of them."""
         prompt = encode_prompt(self.actors[index].tokenizer, text, self.max_prompt_length)
         limit, length = self.limits[index], len(prompt.token_ids)
-        if limit is not None and length + self.sampling.max_new_tokens > limit:
+        room = None if limit is None else limit - self.sampling.max_new_tokens + 1  # the last sampled token is never read
+        if room is not None and length > room:
             raise ValueError(f"agent {index}: a prompt of {length} tokens and max_new_tokens={self.sampling.max_new_tokens} do not fit into the model's {limit} positions; "
-                             f"set max_prompt_length to {limit - self.sampling.max_new_tokens} or less, or shorten the prompt")
+                             f"set max_prompt_length to {room} or less, or shorten the prompt")
         return prompt
 
     @contextmanager

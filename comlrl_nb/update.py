@@ -190,7 +190,8 @@ def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[Preferen
     loss, numbers = madpo_loss(margins, beta, reference)
     gradient, = torch.autograd.grad(loss, margins)
     norms = gradient_step(agents, lambda: agents.each(lambda index: scorers[index].backward(gradient[index])))
-    return loss.item(), Stats({"loss": loss.item(), **numbers, **norms, **_per_agent(margins.detach(), forward), **pair_stats(pairs)})
+    moved = margins.detach() if reference is None else margins.detach() - reference
+    return loss.item(), Stats({"loss": loss.item(), **numbers, **norms, **_per_agent(moved, forward), **pair_stats(pairs)})
 
 
 def _per_agent(margins: torch.Tensor, forward: Sequence[Margins]) -> Stats:

@@ -852,3 +852,22 @@ def test_the_same_script_finishes_with_comlrl_and_here(tmp_path):
         done = subprocess.run([python, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=300, cwd=tmp_path,
                               env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"})
         assert done.returncode == 0 and done.stdout.endswith("finished\n"), done.stderr[-2000:]
+
+
+def test_further_keywords_for_generate_while_collecting():
+    seen = []
+    trainer = make(eval_dataset=rows(1), eval_interval=1)
+    for model in trainer.agents:
+        real = model.generate
+        model.generate = lambda real=real, **keywords: seen.append(keywords.get("repetition_penalty")) or real(**keywords)
+    trainer.train(repetition_penalty=1.5)
+    assert set(seen) == {1.5, None} and seen[0] == 1.5 and seen[-1] is None
+    with pytest.raises(ValueError, match="top_k.*config"):
+        make().train(top_k=3)
+
+
+def test_a_bad_reward_stops_the_judging_at_once():
+    asked = []
+    with pytest.raises(ValueError, match="sample 1.*nan"):
+        make(reward_func=lambda first, second: asked.append(1) or (float("nan") if len(asked) == 2 else 0.0)).train()
+    assert len(asked) == 2

@@ -217,7 +217,7 @@ class RewardFunction:
             raw = self._call(prompts, texts, item)
             rows = split_batch(raw, len(texts), self.num_agents if self.per_agent else None, f"{self.name}{where}")
         else:
-            rows = [self._values(self._call(prompts, [joint], item), f"{self.name}{where}, sample {k}") for k, joint in enumerate(texts)]
+            rows = (self._values(self._call(prompts, [joint], item), f"{self.name}{where}, sample {k}") for k, joint in enumerate(texts))
         return [self._reward(row, f"{self.name}{where}, sample {k}") for k, row in enumerate(rows)]
 
     def _call(self, prompts: Sequence[str], texts: Sequence[Sequence[str]], item: Mapping[str, Any]) -> Any:
