@@ -107,7 +107,8 @@ class Node:
         roles = range(len(ranked[0].texts)) if ranked else ()
         header = ["candidate", *(f"agent {role} wrote" for role in roles), "reward"]
         rows = [[",".join(map(str, joint.index)), *joint.texts, f"{joint.reward:.3g}"] for joint in ranked]
-        prompts = "\n".join(f"- agent {generation.agent_idx} read: `{generation.prompt.text}`" for generation in self.generations)
+        read = [(generation.agent_idx, generation.prompt.text.replace("\n", "⏎")) for generation in self.generations]
+        prompts = "\n".join(f"- agent {agent_idx} read: `{text}`" for agent_idx, text in read)
         return f"**turn {self.turn + 1}**\n\n{prompts}\n\n{markdown_table(header, rows)}"
 
 # %% ../nbs/00_core/00_types.ipynb #ba62841b
