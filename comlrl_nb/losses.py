@@ -109,5 +109,5 @@ def madpo_agent_loss(margins: Tensor, weights: Tensor) -> Tensor:
 def k3_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
     """k3 estimate `[M]` of the KL divergence to the reference: the sum of e^ℓ − ℓ − 1 over the real tokens of `[M, T]`."""
     _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs, mask=mask)
-    ratio = _keep(reference_logprobs.to(logprobs), mask) - _keep(logprobs, mask)
-    return (torch.expm1(ratio) - ratio).clamp(min=0).sum(-1)
+    log_ratio = _keep(reference_logprobs.to(logprobs), mask) - _keep(logprobs, mask)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(min=0).sum(-1)
