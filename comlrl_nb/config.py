@@ -247,7 +247,11 @@ class Episode(Config):
 # %% ../nbs/00_core/01_config.ipynb #2394ae9c
 @dataclass
 class Evaluation(Config):
-    """Every how many items to evaluate (0 = never), on how many rows, in which batches."""
+    """How often to evaluate, on how many rows, in which batches.
+
+    `eval_interval`: how many updates (preference training) or training items (the others) lie between evaluations, counted
+    anew in each epoch; 0 is never.
+    """
 
     eval_interval: int = 16
     eval_num_samples: int = 4
@@ -312,7 +316,7 @@ class ReferenceKL(Config):
 # %% ../nbs/00_core/01_config.ipynb #4e3eaef8
 @dataclass(kw_only=True)
 class RunOptions(Config):
-    """Our own options of every trainer.
+    """Options of every trainer that comlrl does not have.
 
     `seed` None leaves torch's global seed in charge. `max_prompt_length` counts tokens; a longer prompt keeps its end.
     `on_nonfinite`: a loss that is not finite raises, or (`"skip"`) its update is left out.

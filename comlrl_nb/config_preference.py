@@ -43,8 +43,8 @@ class PreferenceData(Config):
 class PreferenceLoss(Config):
     """The scale of the margin, and how updates count on the x axis.
 
-    Ours: `score_last_token` also scores each completion's last token (separate actors only); `dpo_reference` subtracts the
-    margins of the frozen initial policies.
+    Keyword-only, not in comlrl: `score_last_token` also scores each completion's last token (separate actors only);
+    `dpo_reference` subtracts the margins of the frozen initial policies.
     """
 
     dpo_beta: float = 0.1
@@ -244,7 +244,10 @@ def is_web_address(url: str) -> bool:
 # %% ../nbs/00_core/04_config_preference.ipynb #1887bcbe
 @dataclass
 class ComparatorAPI(Config):
-    """How to reach a remote comparator. Ours: how many requests at once, and how long (s) one item's answers may take in all."""
+    """How to reach a remote comparator.
+
+    Keyword-only, not in comlrl: how many requests at once, and how long (s) one item's answers may take in all.
+    """
 
     comparator_api_url: str | None = None
     comparator_api_format: str = "generic"
