@@ -139,7 +139,7 @@ BAD_PLANS = [
     ("agent_model is a number", lambda: {"agent_model": 7}, ["agent_model=7"]),
     ("one object for two", lambda: {"agent_model": micro_model(), "tokenizer": micro_tokenizer()}, ["agent_model", "LlamaForCausalLM", "identifier"]),
     ("objects without tokenizer", lambda: {"agents": objects()}, ["tokenizer=None", "objects"]),
-    ("count", lambda: {"agent_model": "x", "agents": ["x"] * 3}, ["agents has 3 entries", "num_agents (2)"]),
+    ("count", lambda: {"agent_model": "x", "agents": ["x"] * 3}, ["agents has 3 entries", "num_agents (2, the default)"]),
     ("count without agent_model", lambda: {"agents": ["x"] * 2, "num_agents": 3}, ["agents has 2 entries", "num_agents (3)"]),
     ("names disagree", lambda: {"agent_model": "x", "agents": ["x", "y"]}, ["agent_model='x'", "agents[1]='y'"]),
     ("num_agents zero", lambda: {"agent_model": "x", "num_agents": 0}, ["num_agents=0"]),

@@ -219,7 +219,9 @@ def plan_agents(agent_model: Any | None = None, agents: Sequence[Any] | None = N
     if isinstance(agents, Sequence) and not isinstance(agents, str):
         agents = [os.fspath(source) if isinstance(source, os.PathLike) else source for source in agents]
     count = count_agents(agent_model, agents, num_agents)
-    sources, model_name = resolve_model_sources(kind="agents", model=agent_model, models=agents, expected_count=count, model_label="agent_model")
+    label = f"num_agents ({count}, the default)" if count == DEFAULT_NUM_AGENTS else None
+    sources, model_name = resolve_model_sources(kind="agents", model=agent_model, models=agents, expected_count=count, expected_label=label,
+                                                model_label="agent_model")
     check_kinds(sources, agent_model, agents)
     tokenizers = plan_tokenizers(sources, tokenizer, settings.special_tokens)
     names = tuple(infer_model_name(source) for source in sources)

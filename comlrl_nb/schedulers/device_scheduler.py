@@ -109,7 +109,7 @@ def first_device(specs: Mapping[str, DeviceSpec | None], accelerators: Sequence[
 # %% ../../nbs/20_models/00_device_scheduler.ipynb #89b7de42
 @dataclass(frozen=True)
 class Placement:
-    """One device per model of each role, in agent order; a role that is not there is empty."""
+    """One device per model of each kind, in agent order; a kind of model that is not there is empty."""
 
     agents: tuple[torch.device, ...]
     critics: tuple[torch.device, ...] = ()
@@ -118,11 +118,11 @@ class Placement:
     reward_models: tuple[torch.device, ...] = ()
 
     def residents(self) -> list[tuple[str, torch.device]]:
-        """(who, where) for every model; members of a role of one are not numbered, agents always are."""
+        """(who, where) for every model; the only model of its kind is not numbered, agents always are."""
         found = []
-        for role, devices in vars(self).items():
-            name = role.removesuffix("s").replace("_", " ")
-            numbered = role == "agents" or len(devices) > 1
+        for models, devices in vars(self).items():
+            name = models.removesuffix("s").replace("_", " ")
+            numbered = models == "agents" or len(devices) > 1
             found += [(f"{name} {i}" if numbered else name, device) for i, device in enumerate(devices)]
         return found
 
