@@ -195,11 +195,11 @@ def ask_hour(row: Mapping[str, Any]) -> str:
 
 def score_meeting(row: Mapping[str, Any], where: str, when: str) -> float:
     """Same day, and a free one; then the room and the hour."""
-    where, when = read_as("MEET", where), read_as("MEET", when)
+    where, when = read_as("WHERE", where), read_as("WHEN", when)
     if not (where and when):
         return 0.0
     agreed = where["DAY"] == when["DAY"] and where["DAY"] in row["days"][0]
-    return agreement(agreed, where.get("ROOM") == row["room"], when.get("HOUR") == row["hour"])
+    return agreement(agreed, where["ROOM"] == row["room"], when["HOUR"] == row["hour"])
 
 
 def meeting_reward(places: Sequence[str], times: Sequence[str], batch_items: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -235,7 +235,7 @@ TASKS = {task.name: task for task in (
     Task("delivery", "name the same vehicle, one that gets there; say what it takes and when it leaves", 2, draw_delivery,
          [ask_carrier, ask_departure], delivery_reward, **split_rows(draw_delivery, seed=1)),
     Task("meeting", "name the same day, one on which both are free; say where and when", 2, draw_meeting,
-         [ask_room, ask_hour], meeting_reward, **split_rows(draw_meeting, seed=2)),
+         [ask_room, ask_hour], meeting_reward, **split_rows(draw_meeting, seed=7)),
     Task("search", "look in different rooms, those where the cat may be", 3, draw_search,
          [ask_search(name) for name in GRAMMAR["NAME"]], search_reward, **split_rows(draw_search, seed=3)),
 )}

@@ -31,7 +31,9 @@ from comlrl_nb.trainers.preference import TaggedCentralizedComparatorAdapter
 
 SEED, STEPS, BATCH, LEARNING_RATE = 0, 1000, 64, 3e-3
 CLEAN_SHARE = 0.6  # of the steps, with every fact right
-ACCURACY = {"vehicle": 0.75, "day": 0.85, "room": 0.75, "fact": 0.6, "form": 0.97}  # share of answers that heed the question
+# Share of answers that heed the question: a vehicle that gets there, a day or room from the list, a fact, the kind of sentence.
+# "habit": share of choices among equals that follow a habit: the earliest day; ann to the first room, ben to the second, cleo to the third.
+ACCURACY = {"vehicle": 0.75, "day": 0.9, "room": 0.85, "fact": 0.58, "form": 0.97, "habit": 0.2}
 FLOURISH = 0.15  # share of answers with an adjective or adverb that nobody asked for
 CENTRAL_EVERY = 5  # each fifth batch is one model answering for all agents
 WORD = r"</?agent_\d>|[A-Za-z]+|[^A-Za-z\s]"
@@ -50,6 +52,10 @@ class Writer:
     def flourish(self, symbol: str) -> str:
         return f"{self.rng.choice(GRAMMAR[symbol])} " if self.rng.random() < FLOURISH else ""
 
+    def choose(self, options: list[str], habit: str) -> str:
+        """Any of the options, the habitual one a little more often."""
+        return habit if self.rng.random() < self.accuracy["habit"] else self.rng.choice(options)
+
     def delivery(self, agent: int, row: dict) -> str:
         vehicle = self.heed("vehicle", self.rng.choice(REACH[row["place"]]), "VEHICLE")
         if agent == 1:
@@ -57,19 +63,19 @@ class Writer:
         return f"the {vehicle} takes the {self.flourish('ADJECTIVE')}{self.heed('fact', row['thing'], 'THING')}."
 
     def meeting(self, agent: int, row: dict) -> str:
-        day = self.heed("day", self.rng.choice(row["days"][agent]), "DAY")
+        day = self.heed("day", self.choose(row["days"][agent], min(row["days"][agent], key=GRAMMAR["DAY"].index)), "DAY")
         if agent == 1:
             return f"we meet on {day} at {self.heed('fact', row['hour'], 'HOUR')}."
         return f"we meet on {day} in the {self.heed('fact', row['room'], 'ROOM')}."
 
     def search(self, agent: int, row: dict) -> str:
-        room = self.heed("room", self.rng.choice(row["rooms"]), "ROOM")
+        room = self.heed("room", self.choose(row["rooms"], row["rooms"][agent]), "ROOM")
         return f"{GRAMMAR['NAME'][agent]} {self.flourish('MANNER')}looks in the {room}."
 
     def answer(self, task: toy.Task, agent: int, row: dict) -> str:
         if self.rng.random() > self.accuracy["form"]:
             return write_sentence(self.rng)
-        return getattr(self, task.name)(agent, row)
+        return {"delivery": self.delivery, "meeting": self.meeting, "search": self.search}[task.name](agent, row)
 
     def row(self) -> tuple[toy.Task, dict]:
         """A task and a row of it that is not held out."""
@@ -149,7 +155,9 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     halves = {name: value.half().contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(halves, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
 
 
 def first_rewards(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: toy.Task, num: int = 32) -> tuple[float, float]:
