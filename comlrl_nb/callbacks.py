@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from .history import History
 from .types import Node
 
 # %% auto #0
-__all__ = ['Callback', 'Callbacks', 'Progress', 'in_notebook', 'row_line', 'Table', 'Completions', 'WandbSink']
+__all__ = ['Callback', 'Callbacks', 'Progress', 'in_notebook', 'row_line', 'Table', 'Curves', 'Completions', 'WandbSink']
 
 # %% ../nbs/50_training/01_callbacks.ipynb #f753d52d
 class Callback:
@@ -111,7 +114,8 @@ class Table(Callback):
         if in_notebook() and self.file is None:
             self._display()
         else:
-            (self.file or sys.stdout).write(row_line(row, self.shown) + "\n")
+            from tqdm import tqdm
+            tqdm.write(row_line(row, self.shown), file=self.file or sys.stdout)  # does not tear a bar that is being drawn
 
     def _display(self):
         import pandas as pd
@@ -122,6 +126,38 @@ class Table(Callback):
             self.handle = display(table, display_id=True)
         else:
             self.handle.update(table)
+
+# %% ../nbs/50_training/01_callbacks.ipynb #c3201ebd
+class Curves(Callback):
+    """Draws the curves of `shown` while the run goes on, at most every `seconds`; for notebooks."""
+
+    def __init__(self, shown: Sequence[str] = ("loss", "margin", "turn_1/reward_mean", "eval/turn_1/reward_mean"), seconds: float = 2.0):
+        self.shown, self.seconds = tuple(shown), seconds
+        self.history, self.handle, self.drawn_at = History(), None, 0.0
+
+    def on_row(self, row):
+        self.history.rows.append(row)
+        if time.monotonic() - self.drawn_at >= self.seconds:
+            self.draw()
+
+    def on_end(self, history):
+        self.draw()
+
+    def draw(self):
+        """Show the figure, or replace the one that is shown."""
+        from IPython.display import display
+        from matplotlib.figure import Figure
+        known = [name for name in self.shown if any(name in row for row in self.history)]
+        if not known:
+            return
+        figure = Figure(figsize=(3 * len(known), 2.2), dpi=80, layout="constrained")
+        for ax, name in zip(figure.subplots(1, len(known), squeeze=False)[0], known):
+            self.history.plot(name, ax=ax)
+        self.drawn_at = time.monotonic()
+        if self.handle is None:
+            self.handle = display(figure, display_id=True)
+        else:
+            self.handle.update(figure)
 
 # %% ../nbs/50_training/01_callbacks.ipynb #1bbeb092
 class Completions(Callback):
@@ -145,19 +181,34 @@ class WandbSink(Callback):
     def __init__(self, wandb_config: Mapping[str, Any], run_config: Mapping[str, Any] | None = None):
         if not isinstance(wandb_config, Mapping):
             raise ValueError(f"wandb_config: a dictionary with at least a project is needed, got {wandb_config!r}")
+        if "wandb" not in sys.modules and find_spec("wandb") is None:
+            raise ValueError("wandb_config: it is given but wandb is not installed; install it with: pip install 'comlrl_nb[wandb]'")
         self.config, self.run_config, self.run = dict(wandb_config), dict(run_config or {}), None
+        self.sections = self.config.get("config_sections") or {}
+
+    @property
+    def verbose(self) -> bool:
+        """`config_sections.output.verbose`, True when it is not said."""
+        output = self.sections.get("output") or {}
+        return bool(output.get("verbose", True))
 
     def start(self) -> None:
         """Open the run; does nothing when it is open."""
         if self.run is not None:
             return
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("wandb_config is given but wandb is not installed; install it with: pip install 'comlrl_nb[wandb]'") from error
+        import wandb
         known = {key: self.config[key] for key in ("project", "entity", "dir", "tags", "id", "resume") if self.config.get(key) is not None}
-        sections = self.config.get("config_sections") or {}
-        self.run = wandb.init(name=self.config.get("name") or self.config.get("run_name"), config={**self.run_config, **sections}, **known)
+        if "dir" in known:
+            Path(known["dir"]).mkdir(parents=True, exist_ok=True)
+        dataset = self.sections.get("dataset") or {}
+        named = {f"dataset_{key}": dataset[key] for key in ("name", "type") if dataset.get(key)}
+        self.run = wandb.init(name=self.config.get("name") or self.config.get("run_name"), config={**self.run_config, **self.sections, **named}, **known)
+
+    def finish(self) -> None:
+        """Close the run; the next row opens a new one."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
 
     def on_row(self, row):
         self.start()

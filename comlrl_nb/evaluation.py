@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .rollout import Roles, Team, completion_stats, rollout
+from .rollout import Roles, Team, rollout, text_stats
 from .types import Node, Stats
 from .utils.reward_utils import RewardFunction
 
@@ -42,8 +42,8 @@ class Evaluation:
         if not nodes:
             return Stats(), nodes
         mean = sum(node.mean_reward for node in nodes) / len(nodes)
-        texts = completion_stats([generation for node in nodes for generation in node.generations])
-        stats = Stats({"turn_1/reward_mean": mean, "turn_1/expected_return": mean, **texts, **self._own(nodes)})
+        own = self._own(nodes)
+        stats = Stats({**own, **text_stats(nodes), "turn_1/reward_mean": mean, "turn_1/expected_return": mean})
         return stats.prefixed("eval/"), nodes
 
     def _own(self, nodes: Sequence[Node]) -> Mapping[str, float]:
@@ -51,7 +51,7 @@ class Evaluation:
             return {}
         completions = [[[node.joints[0].texts[role]] for node in nodes] for role in range(self.roles.num_roles)]
         details = self.logger(agent_completions_turns=completions, batch_items=[node.item for node in nodes],
-                              prompts=[node.prompts[0].text for node in nodes])
+                              prompts=[node.item.get("prompt", "") for node in nodes])
         means = self.aggregator(details, num_turns=1)
         if not isinstance(means, Mapping):
             raise ValueError(f"eval_aggregator must return a mapping of metric names to numbers, got {means!r}")

@@ -17,7 +17,10 @@ __all__ = ['History', 'plot_metrics', 'Meter']
 
 # %% ../nbs/50_training/00_history.ipynb #9f18cdcd
 class History:
-    """Rows of metrics. `kind` is `"train"`, `"collect"` or `"eval"`; `env_step` counts joint reward evaluations."""
+    """Rows of metrics. `kind` is `"train"`, `"collect"` or `"eval"`; `env_step` is the x axis.
+
+    Everything else that a DataFrame offers (`tail`, `columns`, `loc`, `to_csv`, ...) is asked of `frame`.
+    """
 
     def __init__(self):
         self.rows: list[dict[str, Any]] = []
@@ -40,6 +43,11 @@ class History:
             known = sorted({name for row in self.rows for name in row} - {"kind", "update", "env_step"})
             raise KeyError(f"no row has the metric {metric!r}; there are {known}")
         return pd.Series([row[metric] for row in rows], index=pd.Index([row["env_step"] for row in rows], name="env_step"), name=metric)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "rows":
+            raise AttributeError(name)
+        return getattr(self.frame, name)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -70,7 +78,7 @@ def plot_metrics(history: History, metrics, ax=None):
     for metric in metrics:
         series = history[metric]
         ax.plot(series.index, series.values, marker="o" if len(series) < 20 else None, markersize=3, label=metric)
-    ax.set_xlabel("scored joint responses (env_step)")
+    ax.set_xlabel("environment steps (env_step)")
     ax.set_ylabel(metrics[0] if len(metrics) == 1 else "value")
     if len(metrics) > 1:
         ax.legend(fontsize=8)

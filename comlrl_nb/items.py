@@ -47,6 +47,8 @@ class Items:
     """The rows of a dataset; `name` is the argument it came from and stands in every error."""
 
     def __init__(self, dataset: Any, name: str, shuffle: bool = False, stream: RandomStream | None = None):
+        if hasattr(dataset, "iloc"):
+            raise ValueError(f"{name}: a {type(dataset).__name__} is walked through by column names; give {name}.to_dict('records')")
         readable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
         if dataset is not None and (isinstance(dataset, (str, bytes, Mapping)) or not readable):
             raise ValueError(f"{name}: a list of dicts, a datasets.Dataset or an IterableDataset is needed, got {type(dataset).__name__}")

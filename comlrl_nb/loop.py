@@ -24,7 +24,7 @@ __all__ = ['Batch', 'Source', 'ShuffledEpochs', 'Run', 'watched', 'interrupt_aft
 # %% ../nbs/50_training/05_loop.ipynb #2e974b96
 @dataclass(frozen=True)
 class Batch:
-    """One update's worth of work: its entries, where it stands, and how many scored joint responses it counts for."""
+    """One update's worth of work: its entries, where it stands, and how many environment steps it counts for."""
 
     entries: Sequence[Any]
     epoch: int
@@ -89,7 +89,7 @@ class ShuffledEpochs:
 
 # %% ../nbs/50_training/05_loop.ipynb #02a337e9
 class Run:
-    """Counters, history and callbacks of a trainer; `env_step` counts scored joint responses."""
+    """Counters, history and callbacks of a trainer; what counts as an environment step is the trainer's to say."""
 
     def __init__(self, logging_steps: int):
         self.update, self.env_step = 0, 0
@@ -139,7 +139,6 @@ def watched(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
     try:
         yield
     finally:
-        run.flush()
         run.events.on_end(run.history)
         run.events, run.watching = Callbacks(), False
 
@@ -186,5 +185,4 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
             source.done()
             run.count(stats, batch.env_steps)
         seen.append(stats)
-    run.flush()
     return Stats.mean(seen)

@@ -101,7 +101,7 @@ def keep_end(head: list[int], body: list[int], limit: int) -> list[int]:
 def encode_prompt(tokenizer: Any, text: str, max_prompt_length: int | None = None) -> Prompt:
     """The prompt with ids `[P]` that generation and every loss share: the tokenizer's start token exactly once, no end token.
 
-    More than `max_prompt_length` ids keep their end. Text without tokens and ids that are not integers raise `ValueError`.
+    More than `max_prompt_length` ids keep their end, and the text is then what is left of it. Text without tokens and ids that are not integers raise `ValueError`.
     """
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not own:
@@ -112,6 +112,7 @@ def encode_prompt(tokenizer: Any, text: str, max_prompt_length: int | None = Non
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         warn_shortened(tokenizer, max_prompt_length)
         ids = keep_end(head, body, max_prompt_length)
+        text = tokenizer.decode(ids[0 if head and head == own[:1] else len(front):])
     if any(not isinstance(token, int) for token in ids):
         raise ValueError(f"tokenizer returned {ids} for {text!r}: every id must be an integer")
     return Prompt(text, tuple(ids))

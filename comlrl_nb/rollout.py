@@ -15,7 +15,7 @@ from .utils.reward_utils import RewardFunction
 
 # %% auto #0
 __all__ = ['Reading', 'Roles', 'SeparateRoles', 'OneActorForAllRoles', 'score_node', 'Team', 'rollout', 'node_stats',
-           'completion_stats']
+           'text_stats', 'completion_stats']
 
 # %% ../nbs/30_interaction/04_rollout.ipynb #113feafe
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Roles(Protocol):
 
     def read(self, item: Mapping[str, Any]) -> Reading: ...
 
+    def told(self, reading: Reading, generations: Sequence[Generation]) -> list[str]:
+        """The prompts that the reward function is told: one per role, as they were really used."""
+
     def split(self, texts: Sequence[str], item: Mapping[str, Any]) -> tuple[str, ...] | None:
         """One text per role from one text per actor; None when that is impossible."""
 
@@ -48,6 +51,9 @@ class SeparateRoles:
     def read(self, item: Mapping[str, Any]) -> Reading:
         prompts = tuple(formatter(item) for formatter in self.formatters)
         return Reading(actors=prompts, roles=prompts)
+
+    def told(self, reading: Reading, generations: Sequence[Generation]) -> list[str]:
+        return [generation.prompt.text for generation in generations]
 
     def split(self, texts: Sequence[str], item: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(texts)
@@ -68,6 +74,9 @@ class OneActorForAllRoles:
             raise ValueError(f"{type(self.adapter).__name__}.build_prompt must return a non-empty str, got {prompt!r}")
         return Reading(actors=(prompt,), roles=roles)
 
+    def told(self, reading: Reading, generations: Sequence[Generation]) -> list[str]:
+        return list(reading.roles)
+
     def split(self, texts: Sequence[str], item: Mapping[str, Any]) -> tuple[str, ...] | None:
         return split_roles(self.adapter, texts[0], item, self.num_roles)
 
@@ -79,8 +88,7 @@ def score_node(item: Mapping[str, Any], reading: Reading, generations: Sequence[
     completions = [tuple(generation.completions[k] for generation in generations) for k in range(num)]
     parts = [roles.split([completion.text for completion in joint], item) for joint in completions]
     texts = [part if part is not None else ("",) * roles.num_roles for part in parts]
-    told = list(reading.roles) if roles.num_actors != roles.num_roles else [generation.prompt.text for generation in generations]
-    scores = reward.score(told, texts, item, item_index)
+    scores = reward.score(roles.told(reading, generations), texts, item, item_index)
     joints = tuple(JointResponse(index=(k,) * len(generations), completions=completions[k], texts=texts[k], rewards=score.rewards,
                                  raw_rewards=score.raw, split=parts[k] is not None) for k, score in enumerate(scores))
     return Node(item=item, turn=0, generations=tuple(generations), joints=joints)
@@ -110,10 +118,14 @@ def node_stats(nodes: Sequence[Node]) -> Stats:
     stats = Stats({f"turn_{nodes[0].turn + 1}/reward_mean": sum(joint.reward for joint in joints) / len(joints),
                    "tied_group_fraction": sum(len({joint.rewards for joint in node.joints}) == 1 for node in nodes) / len(nodes),
                    "unsplit_fraction": sum(not joint.split for joint in joints) / len(joints)})
+    return Stats(text_stats(nodes) | stats)
+
+
+def text_stats(nodes: Sequence[Node]) -> Stats:
+    """What the agents wrote: means over agents, and each agent's own as `agent_i/...`."""
     agents = [completion_stats([node.generations[i] for node in nodes]) for i in range(len(nodes[0].generations))]
-    for i, agent in enumerate(agents):
-        stats.update(agent.prefixed(f"agent_{i}/"))
-    return Stats(Stats.mean(agents) | stats)
+    own = {name: value for i, agent in enumerate(agents) for name, value in agent.prefixed(f"agent_{i}/").items()}
+    return Stats(Stats.mean(agents) | own)
 
 
 def completion_stats(generations: Sequence[Generation]) -> Stats:

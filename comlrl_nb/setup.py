@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .agents import Actor, Agents, require_trainable, stream_names
+from .config import Collaboration
 from .evaluation import Evaluation
 from .generation import Sampling
 from .items import Items
@@ -23,7 +24,8 @@ from .utils.reward_utils import RewardFunction
 from .utils.tokenizer_utils import eos_ids
 
 # %% auto #0
-__all__ = ['NUM_AGENTS', 'DefaultCount', 'resolve_args', 'Setup', 'Inputs', 'build_roles', 'build_reward', 'load_team', 'prepare']
+__all__ = ['NUM_AGENTS', 'DefaultCount', 'is_central', 'resolve_args', 'Setup', 'Inputs', 'build_roles', 'build_reward',
+           'load_team', 'prepare']
 
 # %% ../nbs/50_training/06_setup.ipynb #d9d781fd
 class DefaultCount(int):
@@ -33,18 +35,21 @@ class DefaultCount(int):
 NUM_AGENTS = DefaultCount(2)
 
 
+def is_central(args: Any) -> bool:
+    """True when one actor writes for all roles."""
+    return isinstance(args, Collaboration) and args.collaboration_mode == "centralized"
+
+
 def resolve_args(args: Any, config_class: type, num_agents: int, agents: Sequence[Any] | None) -> Any:
     """The checked configuration, its `num_agents` agreeing with the constructor's and (with one actor per role) with the list."""
-    of_another = type(args) is not config_class and type(args).__module__ == config_class.__module__
-    if args is not None and (not isinstance(args, config_class) or of_another):
+    if args is not None and next((base for base in type(args).__mro__ if base.__module__ == config_class.__module__), None) is not config_class:
         raise ValueError(f"args: a {config_class.__name__} is needed, got {type(args).__name__}")
     if isinstance(num_agents, bool) or not isinstance(num_agents, int) or num_agents < 1:
         raise ValueError(f"num_agents: a whole number of at least 1 is needed, got {num_agents!r}")
-    central = args is not None and getattr(args, "collaboration_mode", "decentralized") == "centralized"
     said = {}
     if not isinstance(num_agents, DefaultCount):
         said["num_agents"] = int(num_agents)
-    if isinstance(agents, (list, tuple)) and not central:
+    if isinstance(agents, (list, tuple)) and not is_central(args):
         said["len(agents)"] = len(agents)
     if args is not None:
         said["args.num_agents"] = args.num_agents
@@ -94,7 +99,7 @@ class Inputs:
 def build_roles(args: Any, inputs: Inputs) -> Roles:
     """One actor per role, or one for all when `collaboration_mode` is `"centralized"`."""
     adapter, formatters = checked_adapter(inputs.adapter), build_formatters(inputs.formatters, args.num_agents, pass_none_external_prompts=False)
-    if getattr(args, "collaboration_mode", "decentralized") == "centralized":
+    if is_central(args):
         return OneActorForAllRoles(adapter, formatters)
     return SeparateRoles(formatters)
 
@@ -119,8 +124,7 @@ def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_
     """Check everything, then load. Nothing is loaded when anything is wrong; every error names its field."""
     if inputs.external_transition is not None and not callable(inputs.external_transition):
         raise ValueError(f"external_transition: None or a callable is needed, got {inputs.external_transition!r}")
-    central = getattr(args, "collaboration_mode", "decentralized") == "centralized"
-    num_actors = 1 if central else args.num_agents
+    num_actors = 1 if is_central(args) else args.num_agents
     plan = plan_agents(agent_model=inputs.agent_model, agents=inputs.agents, num_agents=num_actors, tokenizer=inputs.tokenizer, model_config=inputs.model_config)
     if not plan.by_name:
         require_trainable(plan.sources)

@@ -12,7 +12,7 @@ import torch
 
 from .agents import Agents
 from .logprobs import completion_logprobs
-from .losses import NonFiniteError, madpo_loss
+from .losses import NonFiniteError, madpo_loss, require_finite
 from .models.modes import eval_mode
 from .types import PreferencePair, Stats
 
@@ -72,13 +72,17 @@ def split_table(table: Candidates, budget: int) -> list[tuple[Candidates, list[i
     """Pieces of a table within `budget` tokens where one completion allows it, each with the completions it holds."""
     if table.tokens <= budget:
         return [(table, list(range(len(table.completions))))]
-    pieces, held = [], []
+    pieces: list[list[int]] = []
+    prompts, longest, last = 0, 0, None
     for m in sorted(range(len(table.completions)), key=table.owner.__getitem__):
-        if held and _part(table, [*held, m]).tokens > budget:
-            pieces.append((_part(table, held), held))
-            held = []
-        held = [*held, m]
-    return [*pieces, (_part(table, held), held)]
+        own = 0 if table.owner[m] == last else len(table.prompts[table.owner[m]])
+        longest, last = max(longest, len(table.completions[m])), table.owner[m]
+        if not pieces or prompts + own + longest * (len(pieces[-1]) + 1) > budget:
+            pieces.append([])
+            prompts, own, longest = 0, len(table.prompts[last]), len(table.completions[m])
+        pieces[-1].append(m)
+        prompts += own
+    return [(_part(table, held), held) for held in pieces]
 
 
 def _part(table: Candidates, held: Sequence[int]) -> Candidates:
@@ -104,7 +108,7 @@ class Scorer:
             sums = torch.zeros(len(self.table.completions), dtype=torch.float64)
             for part, held in self.pieces:
                 scored = self._sums(part)
-                sums[held] = scored.detach().double().cpu()
+                sums[held] = scored.detach().cpu().double()
         self.graph = scored if whole else None
         count = sum(max(0, len(ids) - (not self.score_last_token)) for ids in self.table.completions)
         return Margins(sums[self.table.winner] - sums[self.table.loser], -float(sums.sum()) / max(1, count))
@@ -161,7 +165,7 @@ def gradient_step(agents: Agents, backward: Callable[[], None]) -> Stats:
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
     """The 2-norm over all gradients of a model, on the CPU."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).double().cpu() if gradients else torch.zeros((), dtype=torch.float64)
+    return torch.nn.utils.get_total_norm(gradients).cpu().double() if gradients else torch.zeros((), dtype=torch.float64)
 
 # %% ../nbs/50_training/03_update.ipynb #cf1ad89d
 def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, score_last_token: bool, reference: torch.Tensor | None = None,
@@ -175,11 +179,12 @@ def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, s
     scorers = [Scorer(agents, index, pairs, score_last_token, budget) for index in range(len(agents))]
     try:
         with eval_mode(*agents.models), torch.inference_mode(False), torch.enable_grad():
-            return _step_on(agents, scorers, pairs, beta, reference)
+            loss, stats = _step_on(agents, scorers, pairs, beta, reference)
     except NonFiniteError:
         if not skip_nonfinite:
             raise
         return float("nan"), Stats(nonfinite_skipped=1.0)
+    return loss, Stats(stats | {"nonfinite_skipped": 0.0}) if skip_nonfinite else stats
 
 
 def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[PreferencePair], beta: float, reference: torch.Tensor | None) -> tuple[float, Stats]:
@@ -191,7 +196,8 @@ def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[Preferen
     gradient, = torch.autograd.grad(loss, margins)
     norms = gradient_step(agents, lambda: agents.each(lambda index: scorers[index].backward(gradient[index])))
     moved = margins.detach() if reference is None else margins.detach() - reference
-    return loss.item(), Stats({"loss": loss.item(), **numbers, **norms, **_per_agent(moved, forward), **pair_stats(pairs)})
+    tokens = sum(len(ids) for scorer in scorers for ids in scorer.table.completions)
+    return loss.item(), Stats({"loss": loss.item(), "scored_tokens": tokens, **numbers, **norms, **_per_agent(moved, forward), **pair_stats(pairs)})
 
 
 def _per_agent(margins: torch.Tensor, forward: Sequence[Margins]) -> Stats:
@@ -216,7 +222,8 @@ def reference_margins(agents: Agents, references: Sequence[torch.nn.Module], pai
         sums = torch.zeros(len(table.completions), dtype=torch.float64)
         for part, held in split_table(table, GRAPH_TOKENS):
             scored = completion_logprobs(model, part.prompts, part.completions, part.owner, pad_id=agents.actors[index].pad_id)
-            sums[held] = scored.sums(score_last_token=score_last_token).double().cpu()
+            sums[held] = scored.sums(score_last_token=score_last_token).cpu().double()
+        require_finite(sums, f"agent {index}: a log-probability under its frozen reference")
         return sums[table.winner] - sums[table.loser]
 
     return torch.stack(agents.each(margins, references))

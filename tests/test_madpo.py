@@ -111,7 +111,7 @@ def test_two_tokenizers():
 def test_central_actor_scores_its_whole_text():
     trainer = make(team(("gpt2",), **DOUBLE), collaboration_mode="centralized", centralized_comparator_adapter=Halves(), dpo_beta=0.3, train_batch_size=9)
     batch = trainer.collect()
-    assert len(trainer.agents) == len(batch[0].prompts) == 1 and trainer.num_agents == 2
+    assert len(trainer.agents) == len(batch[0].prompts) == trainer.num_agents == 1
     assert " and " in batch[0].prompts[0].text
     assert_step_follows(trainer, batch, 0.3, True)
 

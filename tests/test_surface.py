@@ -11,7 +11,7 @@ import pytest
 SURFACE = json.loads((Path(__file__).parent / "data" / "api_surface.json").read_text())
 OURS = {"args", "kwargs"}  # an __init__ that takes anything
 CHANGED = {"early_termination_threshold", "reward_model_device"}
-CHECKPOINTS = {"save_checkpoint", "load_checkpoint", "train"}  # checkpoints come with their own page
+CHECKPOINTS = ("save_checkpoint", "load_checkpoint")
 SPOKEN = ("agents", "critics", "optimizers", "agent_optimizers", "critic_optimizers", "critic_optimizer", "tokenizers", "num_agents", "model_name",
           "reference_models", "env_step", "args", "verbose", "algorithm_name")
 
@@ -109,3 +109,9 @@ def test_attributes_that_scripts_read(key):
 @pytest.mark.parametrize("key", TRAINERS)
 def test_trainers_do_not_inherit_from_each_other(key):
     assert sum(base.__name__.endswith("Trainer") for base in FOUND[key].__mro__) == 1
+
+
+@pytest.mark.parametrize("package", ["utils", "models", "schedulers", "trainers", "trainers.preference", "trainers.reinforce", "trainers.actor_critic"])
+def test_every_listed_name_imports(package):
+    module = importlib.import_module(f"comlrl_nb.{package}")
+    assert module.__all__ and all(getattr(module, name) is not None for name in module.__all__)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..callbacks import Callback, Callbacks, Progress, WandbSink
+from ..callbacks import Callback, Callbacks, Curves, Progress, Table, WandbSink, in_notebook
 from ..history import History
 from ..items import as_row, walk
 from ..loop import Run, watched
@@ -24,7 +24,7 @@ from ..setup import Setup
 from ..types import Node, Stats
 
 # %% auto #0
-__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'Rows', 'loader', 'TrainerBase']
+__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'Rows', 'loader', 'TrainerBase']
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ca72b8e4
 class TrainerAttributes:
@@ -41,7 +41,7 @@ class TrainerAttributes:
         self.critic_optimizers: list[torch.optim.Optimizer] = []
 
     agents = property(lambda self: self.team.models, doc="The models, in agent order (one when one actor writes for all).")
-    num_agents = property(lambda self: self.args.num_agents, doc="The number of roles.")
+    num_agents = property(lambda self: len(self.team), doc="The number of models: one per role, or 1 when one actor writes for all.")
     tokenizers = property(lambda self: [actor.tokenizer for actor in self.team.actors], doc="One tokenizer per model.")
     tokenizer = property(lambda self: self.tokenizers[0], doc="The first model's tokenizer.")
     optimizers = property(lambda self: self.team.optimizers, doc="One optimizer per model; models that are one object share theirs.")
@@ -50,7 +50,7 @@ class TrainerAttributes:
     agent_devices = property(lambda self: list(self.setup.placement.agents), doc="One device per model.")
     model_name = property(lambda self: self.setup.model_name, doc="The identifier the agents were loaded from, None for objects without one.")
     history = property(lambda self: self.run.history, doc="Every reported row: a table that plots itself.")
-    env_step = property(lambda self: self.run.env_step, doc="Scored joint responses so far: the x axis of the history.")
+    env_step = property(lambda self: self.run.env_step, doc="Environment steps so far: the x axis of the history.")
 
 # %% ../../nbs/60_trainers/01_base.ipynb #bc7ba5c8
 def check_watchers(callbacks: Any, wandb_config: Any) -> None:
@@ -67,6 +67,11 @@ def check_count(value: Any, name: str, minimum: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name}: a whole number of at least {minimum} is needed, got {value!r}")
     return value
+
+
+def default_callbacks() -> list[Callback]:
+    """A bar and a table; in a notebook curves too."""
+    return [Progress(), Table(), *([Curves()] if in_notebook() else [])]
 
 
 class Rows(IterableDataset):
@@ -95,12 +100,12 @@ class TrainerBase(TrainerAttributes):
         described = {"algorithm": self.algorithm_name, "model_name": setup.model_name, **setup.args.as_dict()}
         self.sinks = [] if wandb_config is None else [WandbSink(wandb_config, described)]
         self.callbacks = None if callbacks is None else list(callbacks)
-        self.verbose = True
+        self.verbose = all(sink.verbose for sink in self.sinks)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside the block the callbacks hear what happens."""
-        shown = self.callbacks if self.callbacks is not None else [Progress()] if self.verbose else []
+        shown = self.callbacks if self.callbacks is not None else default_callbacks() if self.verbose else []
         with watched(self.run, [*self.sinks, *shown]):
             yield
 
@@ -142,3 +147,5 @@ class TrainerBase(TrainerAttributes):
             folder = Path(output_dir) / f"agent_{index}"
             unwrap_model(actor.model).save_pretrained(folder)
             actor.tokenizer.save_pretrained(folder)
+        for sink in self.sinks:
+            sink.finish()

@@ -2,7 +2,6 @@
 from importlib import import_module
 
 _HOME = {
-    "read_checkpoint_metadata": "comlrl_nb.utils.checkpoint",
     "DistributedContext": "comlrl_nb.utils.distributed",
     "local_context": "comlrl_nb.utils.distributed",
     "unwrap_model": "comlrl_nb.utils.distributed",
@@ -10,12 +9,7 @@ _HOME = {
     "infer_model_name": "comlrl_nb.utils.model_loading",
     "resolve_model_sources": "comlrl_nb.utils.model_loading",
     "clone_reference_models": "comlrl_nb.utils.reference_kl",
-    "load_reference_models_from_sources": "comlrl_nb.utils.reference_kl",
-    "reference_kl_coef": "comlrl_nb.utils.reference_kl",
-    "reference_kl_enabled": "comlrl_nb.utils.reference_kl",
-    "reference_kl_for_sequence": "comlrl_nb.utils.reference_kl",
     "resolve_reference_devices": "comlrl_nb.utils.reference_kl",
-    "validate_reference_kl_config": "comlrl_nb.utils.reference_kl",
     "RewardProcessors": "comlrl_nb.utils.reward_processor",
     "RewardFunction": "comlrl_nb.utils.reward_utils",
     "batched_reward": "comlrl_nb.utils.reward_utils",
