@@ -25,11 +25,11 @@ from ...update import madpo_update, reference_margins
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'check_pairs', 'pair_batches', 'train_source',
-           'last_token', 'collect_pairs', 'collection_stats']
+__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'check_pairs', 'refuse_checkpoints', 'pair_batches',
+           'train_source', 'last_token', 'collect_pairs', 'collection_stats']
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
-ROWS_PER_CALL = 256
+ROWS_PER_CALL = 1024  # between two reports of progress; what one call of `generate` takes is bounded in tokens
 
 
 def batches_of(items: Iterable[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
@@ -74,19 +74,23 @@ class MADPOTrainer(TrainerBase):
         """Update on `pairs`: `epochs` (None: `num_train_epochs`) passes in batches of `train_batch_size`; returns mean metrics."""
         epochs = self.args.num_train_epochs if epochs is None else check_count(epochs, "epochs")
         check_pairs(pairs, len(self.team))
-        return train_source(self, pair_batches(self, pairs, epochs))
+        with self.watched():
+            return train_source(self, pair_batches(self, pairs, epochs))
 
     def step(self, items: Iterable[Mapping[str, Any]]) -> Stats:
         """Collect pairs of `items` and make one update on all of them."""
         with self.watched():
             pairs = self.collect(items)
-            return train_source(self, ShuffledEpochs(pairs, max(1, len(pairs)), 1, self.setup.streams["pairs"], steps_per_pair(self.args)))
+            return train_source(self, pair_batches(self, pairs, epochs=1, batch_size=max(1, len(pairs))))
 
-    def train(self, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
         """Collect pairs of the whole training dataset once, then train on them; after an interruption, go on where it stopped.
 
-        `generation` are further keywords for `generate` while collecting, for example `repetition_penalty=1.1`.
+        `generation` are further keywords for `generate` while collecting, for example `repetition_penalty=1.1`. Checkpoints
+        cannot be written yet: the four arguments for them are refused unless they have their defaults.
         """
+        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
+                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
         with self.watched():
             if self.source is None:
@@ -94,6 +98,7 @@ class MADPOTrainer(TrainerBase):
                     pairs = self.collect()
                 self.source = pair_batches(self, pairs, self.args.num_train_epochs)
             train_source(self, self.source)
+            self.run.flush()
         self.source = None
         return self.history
 
@@ -115,22 +120,35 @@ def check_pairs(pairs: Any, num_actors: int) -> None:
             raise ValueError(f"pairs[{place}]: it is a pair of {len(pair.prompts)} actors, this team has {num_actors}")
 
 
-def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs: int) -> ShuffledEpochs:
-    """Shuffled passes over the pairs in batches of `train_batch_size`."""
-    return ShuffledEpochs(pairs, trainer.args.train_batch_size, epochs, trainer.setup.streams["pairs"], steps_per_pair(trainer.args))
+def refuse_checkpoints(**given: Any) -> None:
+    """Raise for checkpoint arguments that differ from their defaults."""
+    for name, value in given.items():
+        if value != (1 if name == "checkpoint_interval" else None):
+            raise ValueError(f"train: {name}={value!r} is given, but this trainer writes no checkpoints; save_model(folder) keeps the models")
+
+
+def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs: int, batch_size: int | None = None) -> ShuffledEpochs:
+    """Shuffled passes over (pair, reference margins `[N]` or None) in batches of `batch_size` (None: `train_batch_size`).
+
+    The references never move, so their margins are computed once, however many epochs follow.
+    """
+    args, frozen = trainer.args, [None] * len(pairs)
+    if args.dpo_reference and pairs:
+        frozen = list(reference_margins(trainer.team, trainer.reference_models, pairs, last_token(args)).unbind(1))
+    return ShuffledEpochs(list(zip(pairs, frozen)), batch_size or args.train_batch_size, epochs, trainer.setup.streams["pairs"], steps_per_pair(args))
 
 
 def train_source(trainer: MADPOTrainer, source: ShuffledEpochs) -> Stats:
     """Run the loop over `source`, evaluating every `eval_interval` updates where there is an `eval_dataset`."""
     args = trainer.args
 
-    def update(pairs: Sequence[PreferencePair]) -> tuple[float, Stats]:
-        frozen = reference_margins(trainer.team, trainer.reference_models, pairs, last_token(args)) if args.dpo_reference else None
-        return madpo_update(trainer.team, pairs, args.dpo_beta, last_token(args), frozen, skip_nonfinite=args.on_nonfinite == "skip")
+    def update(entries: Sequence[tuple[PreferencePair, torch.Tensor | None]]) -> tuple[float, Stats]:
+        pairs, frozen = zip(*entries)
+        reference = torch.stack(frozen, dim=1) if args.dpo_reference else None
+        return madpo_update(trainer.team, pairs, args.dpo_beta, last_token(args), reference, skip_nonfinite=args.on_nonfinite == "skip")
 
-    with trainer.watched():
-        evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
-        return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=args.eval_interval)
+    evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
+    return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=args.eval_interval)
 
 
 def last_token(args: MADPOConfig) -> bool:
@@ -155,6 +173,7 @@ def collect_pairs(trainer: MADPOTrainer, items: Iterable[Mapping[str, Any]] | No
                 stats.append(Stats(node_stats([node]) | counts))
             trainer.run.events.on_nodes("collect", nodes)
             trainer.run.events.on_advance(len(batch), stats[-1])
+    with trainer.watched():
         if stats:
             trainer.run.note("collect", collection_stats(stats, args.preference_num_candidates, time.perf_counter() - started))
     return pairs
