@@ -75,7 +75,9 @@ class MADPOTrainer(TrainerBase):
         epochs = self.args.num_train_epochs if epochs is None else check_count(epochs, "epochs")
         check_pairs(pairs, len(self.team))
         with self.watched():
-            return train_source(self, pair_batches(self, pairs, epochs))
+            stats = train_source(self, pair_batches(self, pairs, epochs))
+            self.run.flush()
+        return stats
 
     def step(self, items: Iterable[Mapping[str, Any]]) -> Stats:
         """Collect pairs of `items` and make one update on all of them."""
