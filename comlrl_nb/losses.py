@@ -13,7 +13,7 @@ from .types import Stats
 
 # %% auto #0
 __all__ = ['masked_mean', 'NonFiniteError', 'require_finite', 'policy_gradient_loss', 'value_loss', 'bradley_terry_loss',
-           'madpo_loss', 'madpo_weights', 'madpo_agent_loss', 'k3_kl']
+           'pair_accuracy', 'madpo_loss', 'madpo_weights', 'madpo_agent_loss', 'k3_kl', 'kl_penalised']
 
 # %% ../nbs/10_math/02_losses.ipynb #55164b1c
 def _check_shapes(**tensors: Tensor | None) -> None:
@@ -71,6 +71,12 @@ def bradley_terry_loss(winner: Tensor, loser: Tensor) -> Tensor:
     _check_shapes(winner=winner, loser=loser)
     return -masked_mean(F.logsigmoid(winner - loser))
 
+# %% ../nbs/10_math/02_losses.ipynb #ca4ef338
+def pair_accuracy(winner: Tensor, loser: Tensor) -> float:
+    """The share of P pairs whose winner scores strictly higher, from scores `[P]`."""
+    _check_shapes(winner=winner, loser=loser)
+    return (winner > loser).double().mean().item()
+
 # %% ../nbs/10_math/02_losses.ipynb #62faf279
 def _team_margins(margins: Tensor, reference_margins: Tensor | None) -> Tensor:
     if margins.dim() != 2 or margins.shape[1] == 0:
@@ -87,9 +93,9 @@ def madpo_loss(margins: Tensor, beta: float, reference_margins: Tensor | None = 
     """
     delta = _team_margins(margins, reference_margins)
     seen = delta.detach()
-    stats = Stats(margin=seen.mean().item(), preference_accuracy=(seen > 0).double().mean().item(),
+    stats = Stats(margin=seen.mean().item(), preference_accuracy=pair_accuracy(seen, torch.zeros_like(seen)),
                   weight=torch.sigmoid(-beta * seen).mean().item())
-    return -F.logsigmoid(beta * delta).mean(), stats
+    return bradley_terry_loss(beta * delta, torch.zeros_like(delta)), stats
 
 # %% ../nbs/10_math/02_losses.ipynb #ca8bcda7
 @torch.no_grad()
@@ -111,3 +117,9 @@ def k3_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
     _check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs, mask=mask)
     log_ratio = _keep(reference_logprobs.to(logprobs), mask) - _keep(logprobs, mask)
     return (torch.expm1(log_ratio) - log_ratio).clamp(min=0).sum(-1)
+
+# %% ../nbs/10_math/02_losses.ipynb #241e4817
+def kl_penalised(returns: Tensor, kl: Tensor, coef: float) -> Tensor:
+    """Returns `[K]` less `coef` times each completion's `kl [K]`; no gradient."""
+    _check_shapes(returns=returns, kl=kl)
+    return (returns - coef * kl).detach()
