@@ -8,9 +8,12 @@ from __future__ import annotations
 import random
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from . import toy
 from .callbacks import Callback
@@ -20,7 +23,7 @@ from .trainers.preference.madpo import MADPOTrainer
 from .types import Node, Stats
 
 # %% auto #0
-__all__ = ['demo_trainer', 'measure', 'DemoResult', 'train_rounds', 'draw_curve', 'example', 'run_demo']
+__all__ = ['demo_trainer', 'measure', 'DemoResult', 'train_rounds', 'draw_curve', 'example', 'one_thread', 'run_demo']
 
 # %% ../nbs/70_lab/00_demo.ipynb #acc950b2
 def demo_trainer(task: toy.Task, seed: int = 0, **changes) -> MADPOTrainer:
@@ -100,9 +103,21 @@ def example(node: Node, when: str) -> str:
     return f"{when} (reward {joint.reward:.2f})\n{said}"
 
 # %% ../nbs/70_lab/00_demo.ipynb #e6ab6948
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread inside the block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run_demo(task_name: str = "delivery", rounds: int = 60, seed: int = 0, figure: Path | None = None, on_round: Callback | None = None) -> DemoResult:
     """Train the task's agents and draw the curve into `figure`."""
     task = toy.TASKS[task_name]
-    result = train_rounds(demo_trainer(task, seed), task, rounds, every=5, on_round=on_round)
+    with one_thread():
+        result = train_rounds(demo_trainer(task, seed), task, rounds, every=5, on_round=on_round)
     draw_curve(result, figure)
     return result
