@@ -93,6 +93,7 @@ class Run:
 
     def __init__(self, logging_steps: int):
         self.update, self.env_step = 0, 0
+        self.evaluated_before: int | None = None
         self.history = History()
         self.meter = Meter(self.history, logging_steps)
         self.events = Callbacks()
@@ -118,10 +119,10 @@ class Run:
             self.events.on_row(row)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"update": self.update, "env_step": self.env_step, "history": self.history.state_dict(), "meter": self.meter.state_dict()}
+        return {"update": self.update, "env_step": self.env_step, "evaluated_before": self.evaluated_before, "history": self.history.state_dict(), "meter": self.meter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.update, self.env_step = state["update"], state["env_step"]
+        self.update, self.env_step, self.evaluated_before = state["update"], state["env_step"], state["evaluated_before"]
         self.history.load_state_dict(state["history"])
         self.meter.load_state_dict(state["meter"])
 
@@ -135,8 +136,8 @@ def watched(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
     if run.watching:
         yield
         return
-    run.events, run.watching = Callbacks(callbacks), True
     try:
+        run.events, run.watching = Callbacks(callbacks), True
         yield
     finally:
         run.events.on_end(run.history)
@@ -174,8 +175,10 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
     """
     seen: list[Stats] = []
     while (batch := source.current()) is not None:
-        if evaluate is not None and eval_interval and batch.index % eval_interval == 0:
+        due = evaluate is not None and eval_interval and batch.index % eval_interval == 0
+        if due and run.evaluated_before != run.update:  # not again when an interrupted update is done anew
             evaluate()
+            run.evaluated_before = run.update
         if batch.index == 0 or not seen:
             run.events.on_phase(f"{name} epoch {batch.epoch + 1}", batch.batches_per_epoch - batch.index)
         started = time.perf_counter()

@@ -77,9 +77,9 @@ class RandomStream:
         """Use this stream's state in the generator of `device`; other threads wait for that generator meanwhile."""
         key = generator_key(device)
         with _lock_of(key):
-            outside = _get_state(key)
-            _set_state(key, self._states[key] if key in self._states else _fresh_state(key, self.seed))
+            outside, inside = _get_state(key), self._states[key] if key in self._states else _fresh_state(key, self.seed)
             try:
+                _set_state(key, inside)
                 yield
             finally:
                 self._states[key] = _get_state(key)

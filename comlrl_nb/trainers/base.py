@@ -21,6 +21,7 @@ from ..loop import Run, watched
 from ..schedulers.device_scheduler import unwrap_model
 from ..rollout import rollout
 from ..setup import Setup
+from ..streams import rewound_on_error
 from ..types import Node, Stats
 
 # %% auto #0
@@ -125,7 +126,7 @@ class TrainerBase(TrainerAttributes):
             return Stats()
         count = self.args.eval_num_samples if num_eval_samples is None else check_count(num_eval_samples, "num_eval_samples", minimum=0)
         started = time.perf_counter()
-        with self.watched():
+        with self.watched(), rewound_on_error(self.setup.streams.values()):
             stats, nodes = self.setup.evaluation.run(self.team, self.setup.eval.first(count), self.args.eval_batch_size)
             self.run.events.on_nodes("eval", nodes)
             self.run.note("eval", {**stats, "seconds/evaluate": time.perf_counter() - started})

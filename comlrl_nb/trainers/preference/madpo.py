@@ -96,9 +96,8 @@ class MADPOTrainer(TrainerBase):
         self.setup.train.require()
         with self.watched():
             if self.source is None:
-                with self.team.generating_with(generation):
-                    pairs = self.collect()
-                self.source = pair_batches(self, pairs, self.args.num_train_epochs)
+                with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
+                    self.source = pair_batches(self, self.collect(), self.args.num_train_epochs)
             train_source(self, self.source)
             self.run.flush()
         self.source = None
