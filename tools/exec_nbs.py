@@ -7,6 +7,7 @@ they have; `--flags slow` runs the slow ones too. Widget state is kept with ids 
 """
 import argparse
 import hashlib
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 WIDGETS = "application/vnd.jupyter.widget-state+json"
+VIEW = "application/vnd.jupyter.widget-view+json"
 FLAGS = {"notest", "slow", "gpu", "network"}
 
 
@@ -50,8 +52,29 @@ def with_stable_widget_ids(notebook, key):
     return nbformat.reads(text, 4)
 
 
+def is_progress(output):
+    """True for progress on stderr and for a tqdm bar, which the environment cannot switch off in a notebook."""
+    if output.output_type == "stream":
+        return output.name == "stderr"
+    data = output.get("data", {})
+    return VIEW in data and bool(re.search(r"\d+%\||\d+it \[", data.get("text/plain", "")))
+
+
+def used_widgets(notebook):
+    """The stored widgets that an output shows, with all their parts."""
+    state = notebook.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
+    todo = [o.data[VIEW]["model_id"] for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs if VIEW in o.get("data", {})]
+    used = set()
+    while todo:
+        model_id = todo.pop()
+        if model_id in state and model_id not in used:
+            used.add(model_id)
+            todo += re.findall(r"IPY_MODEL_(\w+)", json.dumps(state[model_id]))
+    return {model_id: model for model_id, model in state.items() if model_id in used}
+
+
 def tidy(notebook):
-    """Drop what differs from run to run: kernel version, timings, carriage-return progress on stderr."""
+    """Drop what differs from run to run: kernel version, timings, progress bars with their widgets."""
     notebook.metadata = nbformat.from_dict({k: v for k, v in notebook.metadata.items() if k in ("kernelspec", "widgets")})
     notebook.metadata["kernelspec"] = {"display_name": "python3", "language": "python", "name": "python3"}
     for cell in notebook.cells:
@@ -59,10 +82,14 @@ def tidy(notebook):
             continue
         cell.execution_count = None
         cell.metadata.pop("execution", None)
-        cell.outputs = [o for o in cell.outputs if not (o.output_type == "stream" and o.name == "stderr")]
+        cell.outputs = [output for output in cell.outputs if not is_progress(output)]
         for output in cell.outputs:
             if "execution_count" in output:
                 output["execution_count"] = None
+    if WIDGETS in notebook.metadata.get("widgets", {}):
+        notebook.metadata["widgets"][WIDGETS]["state"] = used_widgets(notebook)
+        if not notebook.metadata["widgets"][WIDGETS]["state"]:
+            del notebook.metadata["widgets"]
 
 
 def execute(client):
