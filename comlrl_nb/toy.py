@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel,
                           PreTrainedTokenizerFast)
 
+from .streams import RandomStream
 from .toy_language import GRAMMAR, REACH, parse, well_formed
 from .types import markdown_table
 
@@ -76,8 +77,8 @@ def micro_model(seed: int = 0, kind: str = "llama", dtype: torch.dtype = torch.f
     The same `seed` gives the same weights whatever the global random state, which is left as it was.
     """
     config = micro_config(kind, **overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with RandomStream(seed, "toy.micro_model").on():
+        torch.default_generator.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation, dtype=torch.float32)
     return model.to(dtype).eval()
 
@@ -95,7 +96,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 def load_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A fresh copy of the embedded model, in eval mode, on the CPU; the global random state stays as it was."""
     config = AutoConfig.from_pretrained(data_dir())
-    with torch.random.fork_rng(devices=[]):
+    with RandomStream(0, "toy.load_model").on():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     load_safetensors(model, data_dir() / "model.safetensors")
     return model.eval()
@@ -155,14 +156,17 @@ def agreement(agreed: bool, *facts: bool) -> float:
 
 # %% ../nbs/00_core/03_toy.ipynb #5f3d6c1c
 def draw_delivery(rng: random.Random) -> dict[str, Any]:
+    """A random row `{place, thing, hour}`."""
     return {"place": rng.choice(GRAMMAR["PLACE"]), "thing": rng.choice(GRAMMAR["THING"]), "hour": rng.choice(GRAMMAR["HOUR"])}
 
 
 def ask_carrier(row: Mapping[str, Any]) -> str:
+    """Agent 0 reads the place and the thing."""
     return f"the {row['thing']} goes to the {row['place']}. which vehicle takes it?"
 
 
 def ask_departure(row: Mapping[str, Any]) -> str:
+    """Agent 1 reads the place and the hour."""
     return f"a parcel goes to the {row['place']} at {row['hour']}. which vehicle leaves?"
 
 
@@ -181,15 +185,18 @@ def delivery_reward(carries: Sequence[str], departures: Sequence[str], batch_ite
 
 # %% ../nbs/00_core/03_toy.ipynb #be05c47f
 def draw_meeting(rng: random.Random) -> dict[str, Any]:
+    """A random row `{days, room, hour}`: `days[i]` is agent i's list of the same three days."""
     days = rng.sample(GRAMMAR["DAY"], 3)
     return {"days": [days, rng.sample(days, 3)], "room": rng.choice(GRAMMAR["ROOM"]), "hour": rng.choice(GRAMMAR["HOUR"])}
 
 
 def ask_room(row: Mapping[str, Any]) -> str:
+    """Agent 0 reads its list of days and the room."""
     return f"we are free on {one_of(row['days'][0])}. the {row['room']} is open. where do we meet?"
 
 
 def ask_hour(row: Mapping[str, Any]) -> str:
+    """Agent 1 reads its list of days and the hour."""
     return f"we are free on {one_of(row['days'][1])}. we have time at {row['hour']}. when do we meet?"
 
 
@@ -208,6 +215,7 @@ def meeting_reward(places: Sequence[str], times: Sequence[str], batch_items: Seq
 
 # %% ../nbs/00_core/03_toy.ipynb #ee9a7152
 def draw_search(rng: random.Random) -> dict[str, Any]:
+    """A random row `{rooms}`: three of them, in alphabetical order."""
     return {"rooms": sorted(rng.sample(GRAMMAR["ROOM"], 3))}
 
 
