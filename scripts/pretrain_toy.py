@@ -33,8 +33,8 @@ from comlrl_nb.trainers.preference import TaggedCentralizedComparatorAdapter
 SEED, STEPS, BATCH, LEARNING_RATE = 0, 1200, 64, 3e-3
 CLEAN_SHARE = 0.5  # of the steps, with every fact right
 # Share of answers that heed the question: a vehicle that gets there, a day or room from the list, a fact, the kind of sentence.
-# "habit": share of choices among equals that follow a habit: the earliest day; ann to the first room, ben to the second, cleo to the third.
-ACCURACY = {"vehicle": 0.75, "day": 0.95, "room": 0.92, "fact": 0.58, "form": 0.97, "habit": 0.2}
+# A habit is the share of choices among equals that go to the earliest day, or by position (ann to the first room, ben to the second).
+ACCURACY = {"vehicle": 0.75, "day": 0.95, "day habit": 0.2, "room": 0.85, "room habit": 0.35, "fact": 0.58, "form": 0.97}
 FLOURISH = 0.15  # share of answers with an adjective or adverb that nobody asked for
 CENTRAL_EVERY = 5  # each fifth batch is one model answering for all agents
 WORD = r"</?agent_\d>|[A-Za-z]+|[^A-Za-z\s]"
@@ -53,9 +53,9 @@ class Writer:
     def flourish(self, symbol: str) -> str:
         return f"{self.rng.choice(GRAMMAR[symbol])} " if self.rng.random() < FLOURISH else ""
 
-    def choose(self, options: list[str], habit: str) -> str:
-        """Any of the options, the habitual one a little more often."""
-        return habit if self.rng.random() < self.accuracy["habit"] else self.rng.choice(options)
+    def choose(self, kind: str, options: list[str], habit: str) -> str:
+        """Any of the options, the habitual one more often."""
+        return habit if self.rng.random() < self.accuracy[f"{kind} habit"] else self.rng.choice(options)
 
     def delivery(self, agent: int, row: dict) -> str:
         vehicle = self.heed("vehicle", self.rng.choice(REACH[row["place"]]), "VEHICLE")
@@ -64,13 +64,14 @@ class Writer:
         return f"the {vehicle} takes the {self.flourish('ADJECTIVE')}{self.heed('fact', row['thing'], 'THING')}."
 
     def meeting(self, agent: int, row: dict) -> str:
-        day = self.heed("day", self.choose(row["days"][agent], min(row["days"][agent], key=GRAMMAR["DAY"].index)), "DAY")
+        earliest = min(row["days"][agent], key=GRAMMAR["DAY"].index)
+        day = self.heed("day", self.choose("day", row["days"][agent], earliest), "DAY")
         if agent == 1:
             return f"we meet on {day} at {self.heed('fact', row['hour'], 'HOUR')}."
         return f"we meet on {day} in the {self.heed('fact', row['room'], 'ROOM')}."
 
     def search(self, agent: int, row: dict) -> str:
-        room = self.heed("room", self.choose(row["rooms"], row["rooms"][agent]), "ROOM")
+        room = self.heed("room", self.choose("room", row["rooms"], row["rooms"][agent]), "ROOM")
         return f"{GRAMMAR['NAME'][agent]} {self.flourish('MANNER')}looks in the {room}."
 
     def answer(self, task: toy.Task, agent: int, row: dict) -> str:
