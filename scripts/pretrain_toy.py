@@ -19,6 +19,7 @@ import argparse
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,8 +34,9 @@ from comlrl_nb.trainers.preference import TaggedCentralizedComparatorAdapter
 SEED, STEPS, BATCH, LEARNING_RATE = 0, 1200, 64, 3e-3
 CLEAN_SHARE = 0.5  # of the steps, with every fact right
 # Share of answers that heed the question: a vehicle that gets there, a day or room from the list, a fact, the kind of sentence.
-# A habit is the share of choices among equals that go to the earliest day, or by position (ann to the first room, ben to the second).
-ACCURACY = {"vehicle": 0.75, "day": 0.95, "day habit": 0.2, "room": 0.85, "room habit": 0.35, "fact": 0.58, "form": 0.97}
+# A habit is the share of choices among equals that go to the first vehicle in `REACH`, the earliest day, the room in the agent's own position.
+ACCURACY = {"vehicle": 0.75, "vehicle habit": 0.2, "day": 0.95, "day habit": 0.2, "room": 0.85, "room habit": 0.35,
+            "fact": 0.58, "form": 0.97}
 FLOURISH = 0.15  # share of answers with an adjective or adverb that nobody asked for
 CENTRAL_EVERY = 5  # each fifth batch is one model answering for all agents
 WORD = r"</?agent_\d>|[A-Za-z]+|[^A-Za-z\s]"
@@ -53,12 +55,12 @@ class Writer:
     def flourish(self, symbol: str) -> str:
         return f"{self.rng.choice(GRAMMAR[symbol])} " if self.rng.random() < FLOURISH else ""
 
-    def choose(self, kind: str, options: list[str], habit: str) -> str:
+    def choose(self, kind: str, options: Sequence[str], habit: str) -> str:
         """Any of the options, the habitual one more often."""
         return habit if self.rng.random() < self.accuracy[f"{kind} habit"] else self.rng.choice(options)
 
     def delivery(self, agent: int, row: dict) -> str:
-        vehicle = self.heed("vehicle", self.rng.choice(REACH[row["place"]]), "VEHICLE")
+        vehicle = self.heed("vehicle", self.choose("vehicle", REACH[row["place"]], REACH[row["place"]][0]), "VEHICLE")
         if agent == 1:
             return f"the {vehicle} leaves at {self.heed('fact', row['hour'], 'HOUR')}."
         return f"the {vehicle} takes the {self.flourish('ADJECTIVE')}{self.heed('fact', row['thing'], 'THING')}."
