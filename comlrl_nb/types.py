@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 # %% auto #0
-__all__ = ['Prompt', 'Completion', 'Generation', 'JointResponse', 'markdown_table', 'Node', 'PreferencePair', 'Stats']
+__all__ = ['Prompt', 'Completion', 'Generation', 'JointResponse', 'markdown_table', 'plain_table', 'Node', 'node_table',
+           'tree_rows', 'PreferencePair', 'Stats']
 
 # %% ../nbs/00_core/00_types.ipynb #6f94fdd4
 @dataclass(frozen=True)
@@ -79,19 +80,30 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     header = list(header)
     return "\n".join([line(header), "|" + "---|" * len(header), *(line(row) for row in rows)])
 
+
+def plain_table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """The same as aligned text, for a terminal."""
+    cells = [[str(cell).replace("\n", "⏎") for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
+
 # %% ../nbs/00_core/00_types.ipynb #3ed808e2
 @dataclass(frozen=True)
 class Node:
     """One turn of one item: what each actor read and wrote, and every scored joint response.
 
-    `children[j]` continues `joints[j]`; the tuple is empty at the last turn, and an entry is None where a branch stopped early.
+    `children[j]` continues `joints[j]`; the tuple is empty at the last turn and where a branch stopped early.
+    A trainer adds `returns [J]`, one per joint response, and per actor and candidate `kl [N][K]` and `advantages [N][K]`.
     """
 
     item: Mapping[str, Any]
     turn: int
     generations: tuple[Generation, ...]
     joints: tuple[JointResponse, ...]
-    children: tuple[Node | None, ...] = ()
+    children: tuple[Node, ...] = ()
+    returns: tuple[float, ...] = ()
+    kl: tuple[tuple[float, ...], ...] = ()
+    advantages: tuple[tuple[float, ...], ...] = ()
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -102,14 +114,43 @@ class Node:
         """Mean processed reward of the joint responses."""
         return sum(joint.reward for joint in self.joints) / len(self.joints)
 
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
     def _repr_markdown_(self) -> str:
-        ranked = sorted(self.joints, key=lambda joint: -joint.reward)
-        roles = range(len(ranked[0].texts)) if ranked else ()
-        header = ["candidate", *(f"agent {role} wrote" for role in roles), "reward"]
-        rows = [[",".join(map(str, joint.index)), *joint.texts, f"{joint.reward:.3g}"] for joint in ranked]
         read = [(generation.agent_idx, generation.prompt.text.replace("\n", "⏎")) for generation in self.generations]
         prompts = "\n".join(f"- agent {agent_idx} read: `{text}`" for agent_idx, text in read)
-        return f"**turn {self.turn + 1}**\n\n{prompts}\n\n{markdown_table(header, rows)}"
+        table = markdown_table(*node_table(self))
+        return f"**turn {self.turn + 1}**\n\n{prompts}\n\n{table}"
+
+    def __str__(self) -> str:
+        read = "\n".join(f"agent {generation.agent_idx} read: {generation.prompt.text!r}" for generation in self.generations)
+        return f"turn {self.turn + 1}\n{read}\n{plain_table(*node_table(self))}"
+
+# %% ../nbs/00_core/00_types.ipynb #5da16c9e
+def node_table(node: Node, limit: int = 40) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a tree of nodes: at most `limit` rows, deeper turns further to the right."""
+    header = ["candidate", *(f"agent {role} wrote" for role in range(len(node.joints[0].texts))), "reward"]
+    header += ["return"] * bool(node.returns) + [f"advantage {i}" for i in range(len(node.advantages))]
+    rows = [row + [""] * (len(header) - len(row)) for row in tree_rows(node, "")]
+    left = len(rows) - limit
+    return header, rows if left <= 0 else rows[:limit] + [[f"… {left} more rows", *[""] * (len(header) - 1)]]
+
+
+def tree_rows(node: Node, indent: str) -> Iterator[list[str]]:
+    """The rows of a node and what continues each joint response, best first."""
+    for j in sorted(range(len(node.joints)), key=lambda j: -node.joints[j].reward):
+        joint = node.joints[j]
+        own = [node.advantages[i][m] for i, m in enumerate(joint.index)] if node.advantages else []
+        numbers = [joint.reward, *node.returns[j:j + 1], *own]
+        yield [indent + ",".join(map(str, joint.index)), *joint.texts, *(f"{number:.3g}" for number in numbers)]
+        if node.children:
+            child = node.children[j]
+            yield [f"{indent}└ turn {child.turn + 1} reads", *(f"“{prompt.text}”" for prompt in child.prompts)]
+            yield from tree_rows(child, indent + "\u2003\u2003")
 
 # %% ../nbs/00_core/00_types.ipynb #ba62841b
 @dataclass(frozen=True)
