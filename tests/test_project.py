@@ -1,6 +1,7 @@
 """The repository itself: layout, rules of the floors, tools, and what an installed package contains."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,22 @@ def test_commands_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = [line.split()[1] for line in readme.splitlines() if line.startswith("make ")]
     assert commands == ["demo", "test"] and all(f"\n{command}:" in makefile for command in commands)
+
+
+def test_pages_linked_from_the_readme_exist():
+    links = re.findall(r"\]\((?!\w+:)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+    folders = {path.name for path in (ROOT / "nbs").iterdir() if list(path.glob("*.ipynb"))} - {"nbs"}
+    assert {link.split("/")[1] for link in links if link.startswith("nbs/")} == folders
+
+
+@pytest.mark.parametrize("link, expected", [
+    ("[l](10_math/02_losses.ipynb)", "[l](nbs/10_math/02_losses.ipynb)"),
+    ("[l](10_math/02_losses.ipynb#a), [t](tutorials/x.ipynb)", "[l](nbs/10_math/02_losses.ipynb#a), [t](nbs/tutorials/x.ipynb)"),
+    ("[f](docs_assets/index_0.png) [w](https://a.example/b.ipynb)", "[f](docs_assets/index_0.png) [w](https://a.example/b.ipynb)"),
+])
+def test_links_of_the_index_start_at_the_root_in_the_readme(link, expected):
+    assert make_readme.linked_from_root(link) == expected
 
 
 # ---- each rule finds what it is for

@@ -2,7 +2,8 @@
 
 usage: make_readme.py [--check]
 
-Hidden cells and directives are left out, figures go to docs_assets/ under the number of their cell.
+Hidden cells and directives are left out, figures go to docs_assets/ under the number of their cell. Links to pages are
+written as the site in nbs/ needs them, `10_math/02_losses.ipynb`, and get their folder here.
 """
 import argparse
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import nbformat
 from nbconvert import MarkdownExporter
 
-SOURCE, TARGET, ASSETS = "index.ipynb", "README.md", "docs_assets"
+SOURCE, TARGET, ASSETS, PAGES = "index.ipynb", "README.md", "docs_assets", "nbs"
 HIDDEN = {"hide", "export", "exporti", "default_exp"}
 
 
@@ -46,6 +47,11 @@ def prepared(notebook):
     return notebook, alts
 
 
+def linked_from_root(text: str) -> str:
+    """The text with its links to notebooks of other folders made relative to the root."""
+    return re.sub(r"\]\((?!\w+:|\.|/)([\w./-]+/[\w.-]+\.ipynb[)#])", rf"]({PAGES}/\1", text)
+
+
 def rendered(root: Path) -> dict[str, bytes]:
     """Path -> content of README.md and its figures."""
     notebook, alts = prepared(nbformat.read(root / SOURCE, 4))
@@ -57,7 +63,7 @@ def rendered(root: Path) -> dict[str, bytes]:
         body = re.sub(rf"!\[[^\]]*\]\({re.escape(name)}\)", f"![{alts[number]}]({path})", body)
         files[path] = data
     body = re.sub(r"^```python\n\s*```$", "", body, flags=re.M)
-    body = re.sub(r"[ \t]+$", "", body, flags=re.M)
+    body = linked_from_root(re.sub(r"[ \t]+$", "", body, flags=re.M))
     body = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"
     note = f"<!-- Written by `make readme` from {SOURCE}: edit the notebook. -->\n\n"
     return {TARGET: (note + body).encode(), **files}
