@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from .types import Stats
+from .types import Stats, plain_table
 
 # %% auto #0
-__all__ = ['History', 'plot_metrics', 'Meter']
+__all__ = ['CLOCKS', 'HEADLINES', 'History', 'text_table', 'cell_text', 'plot_metrics', 'Meter']
 
 # %% ../nbs/50_training/00_history.ipynb #9f18cdcd
 class History:
@@ -59,6 +59,12 @@ class History:
         """Curves of `metrics` over `env_step`; returns the axes. Needs matplotlib."""
         return plot_metrics(self, metrics, ax)
 
+    def __str__(self) -> str:
+        return text_table(self)
+
+    def __repr__(self) -> str:
+        return f"<History: {len(self)} rows>"
+
     def _repr_html_(self) -> str:
         return self.frame.tail(20).to_html(float_format=lambda value: f"{value:.4g}", na_rep="", index=False)
 
@@ -67,6 +73,28 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = [dict(row) for row in state["rows"]]
+
+# %% ../nbs/50_training/00_history.ipynb #ff820f20
+CLOCKS = ("kind", "update", "env_step")
+HEADLINES = ("loss", "margin", "preference_accuracy", "turn_1/reward_mean", "eval/turn_1/reward_mean")
+
+
+def text_table(history: History, last: int = 10, width: int = 110) -> str:
+    """The `last` rows as text of at most `width` characters; a line below says what did not fit."""
+    rows = history.rows[-last:]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    metrics = [*(name for name in HEADLINES if name in names), *(name for name in names if name not in (*CLOCKS, *HEADLINES))]
+    columns = [[name, *(cell_text(row.get(name)) for row in rows)] for name in (*CLOCKS, *metrics)]
+    widths = [max(map(len, column)) + 2 for column in columns]
+    shown = max((n for n in range(len(columns) + 1) if sum(widths[:n]) <= width + 2), default=0)
+    header, *lines = zip(*columns[:shown])
+    left = [f"{len(history) - len(rows)} earlier rows"] * (len(history) > len(rows)) + [f"{len(columns) - shown} more metrics"] * (shown < len(columns))
+    return plain_table(header, lines) + (f"\n({' and '.join(left)}: history.frame)" if left else "")
+
+
+def cell_text(value: Any) -> str:
+    """A number with four digits, nothing for a metric that a row does not have."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 # %% ../nbs/50_training/00_history.ipynb #4a6bea91
 def plot_metrics(history: History, metrics, ax=None):
