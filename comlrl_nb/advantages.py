@@ -5,6 +5,7 @@
 # %% ../nbs/10_math/01_advantages.ipynb #fe6970b9
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,7 +26,7 @@ def discounted_returns(rewards: Tensor, children: Sequence[Tensor | None], disco
     returns = rewards.clone()
     for j, below in enumerate(children):
         if below is not None:
-            returns[j] += discount * below.mean()
+            returns[j] += discount * math.fsum(below.tolist()) / len(below)
     return returns
 
 # %% ../nbs/10_math/01_advantages.ipynb #5543b8f7
@@ -34,11 +35,15 @@ def credit(returns: Tensor, index: Tensor, agent: int, num_candidates: int) -> T
 
     `returns [J]` belong to the candidate tuples `index [J, N]`; K is `num_candidates`. A candidate without any tuple is an error.
     """
-    mine = index[:, agent].to(returns.device)
-    counts = torch.bincount(mine, minlength=num_candidates)
-    if len(counts) != num_candidates or (counts == 0).any():
-        raise ValueError(f"agent {agent}: candidates occur {counts.tolist()} times in the joint responses; expected {num_candidates} candidates, each at least once")
-    return torch.zeros(num_candidates, dtype=returns.dtype, device=returns.device).index_add(0, mine, returns) / counts
+    mine = index[:, agent].tolist()
+    own: list[list[float]] = [[] for _ in range(num_candidates)]
+    for candidate, value in zip(mine, returns.tolist(), strict=True):
+        if not 0 <= candidate < num_candidates:
+            raise ValueError(f"agent {agent}: candidate {candidate} in a joint response; expected 0 to {num_candidates - 1}")
+        own[candidate].append(value)
+    if not all(own):
+        raise ValueError(f"agent {agent}: candidates occur {[len(values) for values in own]} times in the joint responses; expected each at least once")
+    return torch.tensor([math.fsum(values) / len(values) for values in own], dtype=returns.dtype, device=returns.device)
 
 # %% ../nbs/10_math/01_advantages.ipynb #446d9612
 def is_tied(returns: Tensor) -> bool:

@@ -5,17 +5,18 @@
 # %% ../nbs/30_interaction/04_rollout.ipynb #551b46f4
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from .trainers.preference.centralized import CentralizedComparatorAdapter, split_roles
 from .types import Generation, JointResponse, Node, Stats
-from .utils.reward_utils import RewardFunction
+from .utils.reward_utils import RewardFunction, name_of
 
 # %% auto #0
-__all__ = ['Reading', 'Roles', 'SeparateRoles', 'OneActorForAllRoles', 'score_node', 'Team', 'rollout', 'node_stats',
-           'text_stats', 'completion_stats']
+__all__ = ['ONE_TURN', 'Reading', 'Roles', 'SeparateRoles', 'OneActorForAllRoles', 'pairings', 'score_node', 'Turns',
+           'ask_transition', 'Team', 'Branch', 'rollout', 'node_stats', 'turn_stats', 'text_stats', 'completion_stats']
 
 # %% ../nbs/30_interaction/04_rollout.ipynb #113feafe
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Roles(Protocol):
 
     def read(self, item: Mapping[str, Any]) -> Reading: ...
 
+    def read_on(self, item: Mapping[str, Any], texts: Sequence[str], passthrough: bool) -> Reading:
+        """The prompts of a later turn from the environment's `texts`, one per role; `passthrough` takes them as they are."""
+
     def told(self, reading: Reading, generations: Sequence[Generation]) -> list[str]:
         """The prompts that the reward function is told: one per role, as they were really used."""
 
@@ -50,6 +54,10 @@ class SeparateRoles:
 
     def read(self, item: Mapping[str, Any]) -> Reading:
         prompts = tuple(formatter(item) for formatter in self.formatters)
+        return Reading(actors=prompts, roles=prompts)
+
+    def read_on(self, item: Mapping[str, Any], texts: Sequence[str], passthrough: bool) -> Reading:
+        prompts = tuple(texts if passthrough else (f(item, external_prompts=text) for f, text in zip(self.formatters, texts)))
         return Reading(actors=prompts, roles=prompts)
 
     def told(self, reading: Reading, generations: Sequence[Generation]) -> list[str]:
@@ -74,6 +82,9 @@ class OneActorForAllRoles:
             raise ValueError(f"{type(self.adapter).__name__}.build_prompt must return a non-empty str, got {prompt!r}")
         return Reading(actors=(prompt,), roles=roles)
 
+    def read_on(self, item: Mapping[str, Any], texts: Sequence[str], passthrough: bool) -> Reading:
+        raise ValueError("num_turns: one actor that writes for all roles answers in one turn")
+
     def told(self, reading: Reading, generations: Sequence[Generation]) -> list[str]:
         return list(reading.roles)
 
@@ -81,44 +92,134 @@ class OneActorForAllRoles:
         return split_roles(self.adapter, texts[0], item, self.num_roles)
 
 # %% ../nbs/30_interaction/04_rollout.ipynb #a835694e
+def pairings(num: int, actors: int, cross: bool) -> list[tuple[int, ...]]:
+    """The candidate indices `[J][N]` that are scored together: J is `num`, or `num ** actors` when `cross`."""
+    return list(itertools.product(range(num), repeat=actors)) if cross else [(k,) * actors for k in range(num)]
+
+# %% ../nbs/30_interaction/04_rollout.ipynb #da1684f5
 def score_node(item: Mapping[str, Any], reading: Reading, generations: Sequence[Generation], roles: Roles, reward: RewardFunction,
-               item_index: int | None = None) -> Node:
-    """The node of one item from everybody's K completions, aligned by candidate index; `item_index` stands in the reward's errors."""
-    num = len(generations[0])
-    completions = [tuple(generation.completions[k] for generation in generations) for k in range(num)]
+               item_index: int | None = None, turn: int = 0, cross: bool = False) -> Node:
+    """The node of one item from everybody's K completions; `item_index` stands in the reward's errors."""
+    indices = pairings(len(generations[0]), len(generations), cross)
+    completions = [tuple(generation.completions[m] for generation, m in zip(generations, index)) for index in indices]
     parts = [roles.split([completion.text for completion in joint], item) for joint in completions]
     texts = [part if part is not None else ("",) * roles.num_roles for part in parts]
     scores = reward.score(roles.told(reading, generations), texts, item, item_index)
-    joints = tuple(JointResponse(index=(k,) * len(generations), completions=completions[k], texts=texts[k], rewards=score.rewards,
-                                 raw_rewards=score.raw, split=parts[k] is not None) for k, score in enumerate(scores))
-    return Node(item=item, turn=0, generations=tuple(generations), joints=joints)
+    joints = tuple(JointResponse(index, completions[j], texts[j], scores[j].rewards, scores[j].raw, split=parts[j] is not None)
+                   for j, index in enumerate(indices))
+    return Node(item=item, turn=turn, generations=tuple(generations), joints=joints)
 
-# %% ../nbs/30_interaction/04_rollout.ipynb #da1684f5
+# %% ../nbs/30_interaction/04_rollout.ipynb #757910b9
+@dataclass(frozen=True)
+class Turns:
+    """How an item is played: `count` turns, joined `cross` or aligned, linked by `transition`, stopped early above `threshold`."""
+
+    count: int = 1
+    transition: Callable[..., Sequence[str]] | None = None
+    cross: bool = False
+    passthrough: bool = False
+    threshold: float | None = None
+
+    def __post_init__(self):
+        if self.transition is not None and not callable(self.transition):
+            raise ValueError(f"external_transition: None or a callable is needed, got {self.transition!r}")
+        if self.count > 1 and self.transition is None:
+            raise ValueError(f"external_transition: None, but num_turns={self.count}; give a function that returns the next turn's prompts, or set num_turns=1")
+
+    def goes_on(self, node: Node) -> bool:
+        """Is this node continued?"""
+        return node.turn + 1 < self.count and (self.threshold is None or node.mean_reward <= self.threshold)
+
+
+ONE_TURN = Turns()
+
+# %% ../nbs/30_interaction/04_rollout.ipynb #76a2f8c7
+def ask_transition(transition: Callable[..., Sequence[str]], item: Mapping[str, Any], prompts: Sequence[Sequence[str]],
+                   responses: Sequence[Sequence[str]], where: str) -> list[str]:
+    """The next texts `[N]` from the histories `prompts` and `responses` `[N][turns so far]`; a wrong answer is a `ValueError`."""
+    count = len(responses)
+    texts = transition(prompt=item.get("prompt", ""), agent_completions=[own[-1] for own in responses], num_agents=count,
+                       prompt_history_per_agent=[list(own) for own in prompts], response_history_per_agent=[list(own) for own in responses])
+    source = f"external_transition {name_of(transition)}{where}"
+    if not isinstance(texts, (list, tuple)) or len(texts) != count:
+        got = f"{len(texts)} values" if isinstance(texts, (list, tuple)) else repr(texts)
+        raise ValueError(f"{source}: a list of {count} prompts is needed, one per agent, got {got}")
+    for agent, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{source}: the prompt of agent {agent} must be a non-empty string, got {text!r}")
+    return list(texts)
+
+# %% ../nbs/30_interaction/04_rollout.ipynb #2b9dbee5
 class Team(Protocol):
-    """Samples `num` completions for each actor's prompt of each item: `[items][actors]`."""
+    """Samples `num` completions for each actor's prompt of each prompt set: `[sets][actors]`."""
 
     def sample(self, prompts: Sequence[Sequence[str]], num: int, purpose: str) -> list[list[Generation]]: ...
 
 
+@dataclass
+class Branch:
+    """A node to be played: its prompts, and per role what was read and written before it; later its node and what continues it."""
+
+    item: Mapping[str, Any]
+    item_index: int
+    reading: Reading
+    prompts: tuple[tuple[str, ...], ...]
+    responses: tuple[tuple[str, ...], ...]
+    node: Node | None = None
+    below: list[Branch] = field(default_factory=list)
+
+    def grow(self, roles: Roles, turns: Turns) -> list[Branch]:
+        """One branch per joint response of the node, or none where it ends."""
+        if turns.goes_on(self.node):
+            told = roles.told(self.reading, self.node.generations)
+            prompts = tuple((*own, text) for own, text in zip(self.prompts, told))
+            self.below = [self._continued(joint, prompts, roles, turns) for joint in self.node.joints]
+        return self.below
+
+    def _continued(self, joint: JointResponse, prompts: tuple[tuple[str, ...], ...], roles: Roles, turns: Turns) -> Branch:
+        responses = tuple((*own, text) for own, text in zip(self.responses, joint.texts))
+        where = f", item {self.item_index}, turn {self.node.turn + 2}"
+        texts = ask_transition(turns.transition, self.item, prompts, responses, where)
+        return Branch(self.item, self.item_index, roles.read_on(self.item, texts, turns.passthrough), prompts, responses)
+
+    def tree(self) -> Node:
+        return replace(self.node, children=tuple(branch.tree() for branch in self.below)) if self.below else self.node
+
+# %% ../nbs/30_interaction/04_rollout.ipynb #99df8a68
 def rollout(items: Sequence[Mapping[str, Any]], roles: Roles, team: Team, reward: RewardFunction, num: int, purpose: str = "policy",
-            first_index: int = 0) -> list[Node]:
-    """One scored node per item, `num` joint responses each. `purpose` names the random streams to sample from.
+            first_index: int = 0, turns: Turns = ONE_TURN) -> list[Node]:
+    """One tree of scored nodes per item, `num` samples per agent in each node. `purpose` names the random streams to sample from.
 
     Rewards are computed on the caller's thread; an error names the item, counted from `first_index`.
     """
-    readings = [roles.read(item) for item in items]
-    generations = team.sample([reading.actors for reading in readings], num, purpose)
-    return [score_node(item, reading, generation, roles, reward, first_index + place)
-            for place, (item, reading, generation) in enumerate(zip(items, readings, generations))]
+    nothing = ((),) * roles.num_roles
+    roots = [Branch(item, first_index + place, roles.read(item), nothing, nothing) for place, item in enumerate(items)]
+    level = roots
+    for turn in range(turns.count):
+        generations = team.sample([branch.reading.actors for branch in level], num, purpose) if level else []
+        for branch, generation in zip(level, generations):
+            branch.node = score_node(branch.item, branch.reading, generation, roles, reward, branch.item_index, turn, turns.cross)
+        level = [below for branch in level for below in branch.grow(roles, turns)]
+    return [root.tree() for root in roots]
 
 # %% ../nbs/30_interaction/04_rollout.ipynb #c4821f22
 def node_stats(nodes: Sequence[Node]) -> Stats:
-    """Metrics of sampled nodes: rewards, ties, unsplit texts, and each agent's completion length and finished share."""
+    """Metrics of nodes (not of what is below them): rewards and returns per turn, ties, unsplit texts, completion lengths, finished shares."""
     joints = [joint for node in nodes for joint in node.joints]
-    stats = Stats({f"turn_{nodes[0].turn + 1}/reward_mean": sum(joint.reward for joint in joints) / len(joints),
-                   "tied_group_fraction": sum(len({joint.rewards for joint in node.joints}) == 1 for node in nodes) / len(nodes),
+    stats = Stats({"tied_group_fraction": sum(len({joint.rewards for joint in node.joints}) == 1 for node in nodes) / len(nodes),
                    "unsplit_fraction": sum(not joint.split for joint in joints) / len(joints)})
-    return Stats(text_stats(nodes) | stats)
+    return Stats(text_stats(nodes) | stats | turn_stats(nodes))
+
+
+def turn_stats(nodes: Sequence[Node]) -> Stats:
+    """`turn_k/reward_mean`, and `turn_k/expected_return` where nodes know their returns: means over the joint responses of a turn."""
+    stats = Stats()
+    for turn in sorted({node.turn for node in nodes}):
+        own = [node for node in nodes if node.turn == turn]
+        for name, values in (("reward_mean", [joint.reward for node in own for joint in node.joints]),
+                             ("expected_return", [value for node in own for value in node.returns])):
+            stats.update({f"turn_{turn + 1}/{name}": sum(values) / len(values)} if values else {})
+    return stats
 
 
 def text_stats(nodes: Sequence[Node]) -> Stats:

@@ -5,7 +5,7 @@
 # %% ../nbs/50_training/03_update.ipynb #71dade97
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,44 +13,12 @@ import torch
 from .agents import Agents
 from .logprobs import completion_logprobs
 from .losses import NonFiniteError, madpo_loss, require_finite
-from .models.modes import eval_mode
+from .scoring import GRAPH_TOKENS, CompletionTable, split_table, table_of
+from .step import gradient_step, guarded
 from .types import PreferencePair, Stats
 
 # %% auto #0
-__all__ = ['GRAPH_TOKENS', 'Candidates', 'candidates_of', 'Margins', 'split_table', 'Scorer', 'require_finite_margins',
-           'gradient_step', 'gradient_norm', 'madpo_update', 'pair_stats', 'reference_margins']
-
-# %% ../nbs/50_training/03_update.ipynb #8a2f689e
-@dataclass(frozen=True)
-class Candidates:
-    """The distinct completions of one agent in a batch of P pairs.
-
-    `owner[m]` is the prompt of completion m; `winner [P]` and `loser [P]` index completions.
-    """
-
-    prompts: list[tuple[int, ...]]
-    completions: list[tuple[int, ...]]
-    owner: list[int]
-    winner: list[int]
-    loser: list[int]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens a forward pass runs over, padding of the completions included."""
-        longest = max(map(len, self.completions), default=0)
-        return sum(map(len, self.prompts)) + longest * len(self.completions)
-
-
-def candidates_of(pairs: Sequence[PreferencePair], agent: int) -> Candidates:
-    """The table of `agent` for a batch of pairs."""
-    prompts: dict[tuple[int, ...], int] = {}
-    places: dict[tuple[int, tuple[int, ...]], int] = {}
-    sides: tuple[list[int], list[int]] = ([], [])
-    for pair in pairs:
-        owner = prompts.setdefault(pair.prompts[agent].token_ids, len(prompts))
-        for side, completions in zip(sides, (pair.winner, pair.loser)):
-            side.append(places.setdefault((owner, completions[agent].token_ids), len(places)))
-    return Candidates(list(prompts), [ids for _, ids in places], [owner for owner, _ in places], *sides)
+__all__ = ['Margins', 'Scorer', 'require_finite_margins', 'madpo_update', 'pair_stats', 'reference_margins']
 
 # %% ../nbs/50_training/03_update.ipynb #da42d662
 @dataclass(frozen=True)
@@ -65,71 +33,53 @@ class Margins:
     entropy: float
 
 # %% ../nbs/50_training/03_update.ipynb #e40f10ae
-GRAPH_TOKENS = 2**15
-
-
-def split_table(table: Candidates, budget: int) -> list[tuple[Candidates, list[int]]]:
-    """Pieces of a table within `budget` tokens where one completion allows it, each with the completions it holds."""
-    if table.tokens <= budget:
-        return [(table, list(range(len(table.completions))))]
-    pieces: list[list[int]] = []
-    prompts, longest, last = 0, 0, None
-    for m in sorted(range(len(table.completions)), key=table.owner.__getitem__):
-        own = 0 if table.owner[m] == last else len(table.prompts[table.owner[m]])
-        longest, last = max(longest, len(table.completions[m])), table.owner[m]
-        if not pieces or prompts + own + longest * (len(pieces[-1]) + 1) > budget:
-            pieces.append([])
-            prompts, own, longest = 0, len(table.prompts[last]), len(table.completions[m])
-        pieces[-1].append(m)
-        prompts += own
-    return [(_part(table, held), held) for held in pieces]
-
-
-def _part(table: Candidates, held: Sequence[int]) -> Candidates:
-    prompts = list(dict.fromkeys(table.owner[m] for m in held))
-    place = {owner: position for position, owner in enumerate(prompts)}
-    return Candidates([table.prompts[owner] for owner in prompts], [table.completions[m] for m in held],
-                      [place[table.owner[m]] for m in held], [], [])
-
-# %% ../nbs/50_training/03_update.ipynb #476adf23
 class Scorer:
     """Margins of one agent for one batch, and their backward pass, within a token budget."""
 
     def __init__(self, agents: Agents, index: int, pairs: Sequence[PreferencePair], score_last_token: bool, budget: int = GRAPH_TOKENS):
         self.agents, self.index, self.score_last_token = agents, index, score_last_token
-        self.table = candidates_of(pairs, index)
+        sides = [side for pair in pairs for side in (pair.winner, pair.loser)]
+        prompts = [pair.prompts[index].token_ids for pair in pairs for _ in range(2)]
+        self.table, rows = table_of((prompt, side[index].token_ids) for prompt, side in zip(prompts, sides))
+        self.winner, self.loser = torch.tensor(rows[::2]), torch.tensor(rows[1::2])
         self.pieces = split_table(self.table, budget)
         self.graph: torch.Tensor | None = None
 
     def forward(self) -> Margins:
         """The margins `[P]` in float64 on the CPU, detached; a graph is kept unless the batch is split."""
-        whole = len(self.pieces) == 1
-        with torch.set_grad_enabled(whole and torch.is_grad_enabled()):
-            sums = torch.zeros(len(self.table.completions), dtype=torch.float64)
-            for part, held in self.pieces:
-                scored = self._sums(part)
-                sums[held] = scored.detach().cpu().double()
-        self.graph = scored if whole else None
+        model = self.agents.models[self.index]
+        if len(self.pieces) == 1:
+            self.graph = self._sums(self.table, model)
+            sums = self.graph.detach().cpu().double()
+        else:
+            sums = self.of(model)
         count = sum(max(0, len(ids) - (not self.score_last_token)) for ids in self.table.completions)
-        return Margins(sums[self.table.winner] - sums[self.table.loser], -float(sums.sum()) / max(1, count))
+        return Margins(sums[self.winner] - sums[self.loser], -float(sums.sum()) / max(1, count))
 
     def backward(self, gradient: torch.Tensor) -> None:
         """Add `gradient [P]` · d margins to the gradients of the agent's parameters.
 
         Pairs in which this agent wrote the same on both sides add exactly nothing.
         """
-        winner, loser = torch.tensor(self.table.winner), torch.tensor(self.table.loser)
-        told_apart, share = winner != loser, torch.zeros(len(self.table.completions), dtype=torch.float64)
-        share.index_add_(0, winner[told_apart], gradient[told_apart].double())
-        share.index_add_(0, loser[told_apart], -gradient[told_apart].double())
+        told_apart, share = self.winner != self.loser, torch.zeros(len(self.table.completions), dtype=torch.float64)
+        share.index_add_(0, self.winner[told_apart], gradient[told_apart].double())
+        share.index_add_(0, self.loser[told_apart], -gradient[told_apart].double())
         for part, held in self.pieces:
-            sums = self.graph if self.graph is not None else self._sums(part)
+            sums = self.graph if self.graph is not None else self._sums(part, self.agents.models[self.index])
             sums.backward(share[held].to(sums))
         self.graph = None
 
-    def _sums(self, part: Candidates) -> torch.Tensor:
-        actor = self.agents.actors[self.index]
-        return completion_logprobs(actor.model, part.prompts, part.completions, part.owner, pad_id=actor.pad_id).sums(score_last_token=self.score_last_token)
+    @torch.no_grad()
+    def of(self, model: torch.nn.Module) -> torch.Tensor:
+        """Log-probabilities `[M]` (float64, CPU) of the table's completions under any model with the agent's tokens; no graph."""
+        sums = torch.zeros(len(self.table.completions), dtype=torch.float64)
+        for part, held in self.pieces:
+            sums[held] = self._sums(part, model).cpu().double()
+        return sums
+
+    def _sums(self, part: CompletionTable, model: torch.nn.Module) -> torch.Tensor:
+        pad_id = self.agents.actors[self.index].pad_id
+        return completion_logprobs(model, part.prompts, part.completions, part.owner, pad_id=pad_id).sums(score_last_token=self.score_last_token)
 
 # %% ../nbs/50_training/03_update.ipynb #9a051ac1
 def require_finite_margins(margins: torch.Tensor) -> None:
@@ -139,33 +89,6 @@ def require_finite_margins(margins: torch.Tensor) -> None:
         agent, place = broken[0].tolist()
         raise NonFiniteError(f"agent {agent}, turn 1, pair {place} of the batch: its margin is {margins[agent, place].item()}; "
                              "no weight was changed. Look for infinite logits: a too large learning rate, or float16 weights")
-
-
-def gradient_step(agents: Agents, backward: Callable[[], None]) -> Stats:
-    """Zero the gradients, run `backward`, check every gradient norm, step each optimizer once; returns the norms.
-
-    An optimizer whose agents have no gradient at all is not stepped: its weight decay would move them without any signal.
-    """
-    optimizers = list(dict.fromkeys(agents.optimizers))
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    backward()
-    norms = [gradient_norm(model) for model in agents.models]
-    for index, norm in enumerate(norms):
-        if not torch.isfinite(norm):
-            raise NonFiniteError(f"agent {index}: the norm of its gradient is {norm.item()}; no weight was changed. Look for a too large learning rate, or float16 weights")
-    moved = dict.fromkeys(optimizer for optimizer, norm in zip(agents.optimizers, norms) if norm > 0)
-    for optimizer in moved:
-        optimizer.step()
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    return Stats({f"agent_{index}/grad_norm": float(norm) for index, norm in enumerate(norms)} | {"grad_norm": float(sum(norms)) / len(norms)})
-
-
-def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """The 2-norm over all gradients of a model, on the CPU."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).cpu().double() if gradients else torch.zeros((), dtype=torch.float64)
 
 # %% ../nbs/50_training/03_update.ipynb #cf1ad89d
 def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, score_last_token: bool, reference: torch.Tensor | None = None,
@@ -177,14 +100,7 @@ def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, s
     if not pairs:
         return 0.0, Stats()
     scorers = [Scorer(agents, index, pairs, score_last_token, budget) for index in range(len(agents))]
-    try:
-        with eval_mode(*agents.models), torch.inference_mode(False), torch.enable_grad():
-            loss, stats = _step_on(agents, scorers, pairs, beta, reference)
-    except NonFiniteError:
-        if not skip_nonfinite:
-            raise
-        return float("nan"), Stats(nonfinite_skipped=1.0)
-    return loss, Stats(stats | {"nonfinite_skipped": 0.0}) if skip_nonfinite else stats
+    return guarded(agents, lambda: _step_on(agents, scorers, pairs, beta, reference), skip_nonfinite)
 
 
 def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[PreferencePair], beta: float, reference: torch.Tensor | None) -> tuple[float, Stats]:
@@ -218,12 +134,9 @@ def pair_stats(pairs: Sequence[PreferencePair]) -> Stats:
 def reference_margins(agents: Agents, references: Sequence[torch.nn.Module], pairs: Sequence[PreferencePair], score_last_token: bool) -> torch.Tensor:
     """The margins `[N, P]` (float64, CPU) of the frozen `references`, one per agent."""
     def margins(index: int, model: torch.nn.Module) -> torch.Tensor:
-        table = candidates_of(pairs, index)
-        sums = torch.zeros(len(table.completions), dtype=torch.float64)
-        for part, held in split_table(table, GRAPH_TOKENS):
-            scored = completion_logprobs(model, part.prompts, part.completions, part.owner, pad_id=agents.actors[index].pad_id)
-            sums[held] = scored.sums(score_last_token=score_last_token).cpu().double()
-        require_finite(sums, f"agent {index}: a log-probability under its frozen reference")
-        return sums[table.winner] - sums[table.loser]
+        scorer = Scorer(agents, index, pairs, score_last_token)
+        values = scorer.of(model)
+        require_finite(values, f"agent {index}: a log-probability under its frozen reference")
+        return values[scorer.winner] - values[scorer.loser]
 
     return torch.stack(agents.each(margins, references))

@@ -131,7 +131,7 @@ def test_credit_of_ties_is_tied():
 
 @pytest.mark.parametrize("index", [[(0, 0), (0, 1)], [(0, 0), (2, 1)]])
 def test_a_candidate_without_tuple_is_an_error(index):
-    with pytest.raises(ValueError, match="agent 0: candidates occur"):
+    with pytest.raises(ValueError, match="agent 0: candidate"):
         credit(torch.zeros(2), torch.tensor(index), 0, 2)
 
 
