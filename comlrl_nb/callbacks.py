@@ -16,7 +16,8 @@ from .history import History
 from .types import Node
 
 # %% auto #0
-__all__ = ['Callback', 'Callbacks', 'Progress', 'in_notebook', 'row_line', 'Table', 'Curves', 'Completions', 'WandbSink']
+__all__ = ['Callback', 'Callbacks', 'in_notebook', 'is_watched', 'Progress', 'row_line', 'Table', 'Curves', 'Completions',
+           'WandbSink']
 
 # %% ../nbs/50_training/01_callbacks.ipynb #f753d52d
 class Callback:
@@ -59,15 +60,28 @@ class Callbacks(Callback):
             callback.on_end(history)
 
 # %% ../nbs/50_training/01_callbacks.ipynb #8885c0b1
+def in_notebook() -> bool:
+    """True inside a Jupyter kernel (not in a terminal IPython, not in a script)."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def is_watched() -> bool:
+    """True where a bar can be drawn and redrawn: in a Jupyter kernel and in a terminal."""
+    return in_notebook() or bool(getattr(sys.stderr, "isatty", lambda: False)())
+
+# %% ../nbs/50_training/01_callbacks.ipynb #85d420e2
 class Progress(Callback):
-    """A tqdm bar per phase with the latest of the `shown` metrics beside it."""
+    """A tqdm bar per phase with the latest of the `shown` metrics beside it, where somebody watches or on `file`."""
 
     def __init__(self, shown: Sequence[str] = ("loss", "turn_1/reward_mean", "margin", "eval/turn_1/reward_mean"), file=None):
         self.shown, self.file, self.bar = tuple(shown), file, None
 
     def on_phase(self, name, total):
-        from tqdm import auto, std
         self._close()
+        if self.file is None and not is_watched():
+            return
+        from tqdm import auto, std
         bar = auto.tqdm if self.file is None else std.tqdm  # a widget cannot be written to a file
         self.bar = bar(total=total, desc=name, file=self.file or sys.stderr, leave=False, dynamic_ncols=True)
 
@@ -88,12 +102,6 @@ class Progress(Callback):
             self.bar = None
 
 # %% ../nbs/50_training/01_callbacks.ipynb #a13ede1d
-def in_notebook() -> bool:
-    """True inside a Jupyter kernel (not in a terminal IPython, not in a script)."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
-
-
 def row_line(row: Mapping[str, Any], shown: Sequence[str]) -> str:
     """One history row as a line of text."""
     values = "  ".join(f"{name}={row[name]:.4g}" for name in shown if name in row)

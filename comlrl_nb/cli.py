@@ -11,19 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .callbacks import Progress
 
 # %% auto #0
-__all__ = ['build_parser', 'positive', 'demo_command', 'main']
+__all__ = ['TASKS', 'SUFFIXES', 'build_parser', 'positive', 'refusal', 'is_writable', 'demo_command', 'main']
 
 # %% ../nbs/70_lab/01_cli.ipynb #d866635d
+TASKS = ("delivery", "meeting", "search")
+SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one subcommand so far."""
     parser = argparse.ArgumentParser(prog="comlrl-nb", description="Multi-agent reinforcement learning of language models.")
     parser.add_argument("--version", action="version", version=f"comlrl_nb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser("demo", help="train two agents with MADPO on the embedded model (about a minute on a CPU)")
-    demo.add_argument("--task", default="delivery", help="an embedded task: delivery, meeting or search (default: delivery)")
+    demo.add_argument("--task", default="delivery", help=f"an embedded task: {', '.join(TASKS)} (default: delivery)")
     demo.add_argument("--rounds", type=positive, default=60, help="rounds of collecting and updating (default: 60)")
     demo.add_argument("--seed", type=int, default=0, help="seed of every random stream (default: 0)")
     demo.add_argument("--figure", type=Path, default=Path("demo_curve.png"), help="where the learning curve is saved (default: demo_curve.png)")
@@ -38,23 +41,50 @@ def positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
 
+# %% ../nbs/70_lab/01_cli.ipynb #564ba494
+def refusal(args: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments of `demo`; None when nothing is."""
+    if args.task not in TASKS:
+        return f"--task {args.task!r} is not one of {', '.join(TASKS)}"
+    if not args.figure.parent.is_dir():
+        return f"the folder of --figure {args.figure} does not exist"
+    if args.figure.suffix.lower() not in SUFFIXES:
+        return f"--figure {args.figure} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+    if not is_writable(args.figure):
+        return f"--figure {args.figure} cannot be written"
+    return None
+
+
+def is_writable(path: Path) -> bool:
+    """True when a file can be written at `path`; a file that is there keeps its content."""
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError:
+        return False
+    if not existed:
+        path.unlink()
+    return True
+
 
 def demo_command(args: argparse.Namespace) -> int:
     """Run the demo and print its examples and its figures."""
-    from comlrl_nb import toy
+    wrong = refusal(args)
+    if wrong:
+        sys.stderr.write(f"comlrl-nb demo: {wrong}\n")
+        return 2
+    from comlrl_nb.callbacks import Progress
     from comlrl_nb.demo import example, run_demo
-    if args.task not in toy.TASKS:
-        sys.stderr.write(f"comlrl-nb demo: --task {args.task!r} is not one of {', '.join(toy.TASKS)}\n")
-        return 2
-    if not args.figure.parent.is_dir():
-        sys.stderr.write(f"comlrl-nb demo: the folder of --figure {args.figure} does not exist\n")
-        return 2
     result = run_demo(args.task, args.rounds, args.seed, args.figure, Progress(shown=("reward", "well-formed", "loss")))
     sys.stdout.write("\n\n".join([example(result.before, "before"), example(result.after, "after"), f"learning curve: {args.figure}", result.line]) + "\n")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status."""
+    """The entry point; returns the exit status: 0, 2 for wrong arguments, 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"comlrl-nb {args.command}: interrupted\n")
+        return 130

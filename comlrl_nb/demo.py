@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,16 +67,18 @@ def train_rounds(trainer: MADPOTrainer, task: toy.Task, rounds: int, every: int,
     points.append((0, first["reward"], first["well_formed"]))
     watch = on_round or Callback()
     watch.on_phase("rounds", rounds)
-    for number in range(1, rounds + 1):
-        if len(waiting) < items_per_round:
-            waiting = rng.sample(list(task.train), len(task.train))
-        pairs = trainer.collect([waiting.pop() for _ in range(items_per_round)])
-        stats = trainer.train_on(pairs, epochs=1)
-        if number % every == 0 or number == rounds:
-            now, after = measure(trainer, task.eval)
-            points.append((number, now["reward"], now["well_formed"]))
-        watch.on_advance(1, {"reward": points[-1][1], "well-formed": points[-1][2], "loss": stats.get("loss", float("nan"))})
-    watch.on_end(trainer.history)
+    try:
+        for number in range(1, rounds + 1):
+            if len(waiting) < items_per_round:
+                waiting = rng.sample(list(task.train), len(task.train))
+            pairs = trainer.collect([waiting.pop() for _ in range(items_per_round)])
+            stats = trainer.train_on(pairs, epochs=1)
+            if number % every == 0 or number == rounds:
+                now, after = measure(trainer, task.eval)
+                points.append((number, now["reward"], now["well_formed"]))
+            watch.on_advance(1, {"reward": points[-1][1], "well-formed": points[-1][2], **{name: stats[name] for name in ("loss",) if name in stats}})
+    finally:
+        watch.on_end(trainer.history)
     return DemoResult(points, before[0], after[0], time.perf_counter() - started)
 
 # %% ../nbs/70_lab/00_demo.ipynb #277fe06d
