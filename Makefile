@@ -13,6 +13,12 @@ export OMP_NUM_THREADS ?= 1
 export VENV PYTHON PIP_ARGS
 export TOKENIZERS_PARALLELISM ?= false
 
+# Where the home folder cannot be written, what matplotlib, Jupyter and pip keep there goes to .cache.
+ifneq ($(shell test -w "$$HOME" && echo yes),yes)
+export HOME := $(CURDIR)/.cache/home
+$(shell mkdir -p "$(CURDIR)/.cache/home")
+endif
+
 # A complete development environment serves the demo as well.
 READY := $(if $(wildcard $(DEV)),$(DEV),$(VENV)/.ready-demo)
 

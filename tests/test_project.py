@@ -276,6 +276,15 @@ def test_a_failing_notebook_is_reported_and_keeps_its_file(tmp_path):
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and page.read_bytes() == before
 
 
+@pytest.mark.parametrize("content, said", [(None, "there is no such notebook"), ("no json", "this is no notebook")])
+def test_what_is_no_notebook_is_one_line(tmp_path, content, said):
+    page = tmp_path / "page.ipynb"
+    if content:
+        page.write_text(content)
+    done = run_tool("exec_nbs.py", page)
+    assert done.returncode == 1 and done.stderr == f"{page}: {said}\n"
+
+
 # ---- set-up
 
 @pytest.fixture
@@ -290,8 +299,8 @@ def machine(tmp_path):
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
 
-    def set_up():
-        env = {"PATH": str(folder), "VENV": str(tmp_path / "venv"), "PYTHON": ""}
+    def set_up(given=""):
+        env = {"PATH": str(folder), "VENV": "venv", "PYTHON": given}
         return subprocess.run(["/bin/sh", str(ROOT / "tools/setup_env.sh"), "demo"], cwd=tmp_path, env=env, capture_output=True, text=True)
     return python, set_up
 
@@ -313,6 +322,39 @@ def test_a_newer_python_beside_an_old_one_is_used(machine):
     python("python3.13", 'case $1 in --version) echo "Python 3.13.0";; -c) ;; *) echo "asked: $*"; exit 3;; esac')
     done = set_up()
     assert done.returncode == 3 and "Creating" in done.stdout and "asked: -m venv --clear" in done.stdout
+
+
+def test_a_given_python_that_is_of_no_use_is_named(machine):
+    python, set_up = machine
+    python("python3.13", "exit 0")
+    python("old", OLD)
+    done = set_up("old")
+    assert done.returncode == 1 and done.stderr.startswith("PYTHON=old cannot be used: it is Python 3.9.2.")
+    done = set_up("/no/such/python")
+    assert done.returncode == 1 and done.stderr.startswith("PYTHON=/no/such/python cannot be used: it cannot be run.")
+
+
+@pytest.mark.parametrize("home, made_anew", [("{}/venv", False), ("/some/other/folder/venv", True)])
+def test_an_environment_that_was_moved_is_made_anew(machine, tmp_path, home, made_anew):
+    python, set_up = machine
+    python("python3", 'case $1 in --version) echo "Python 3.11.0";; -c) ;; *) echo "asked: $*"; exit 3;; esac')
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").write_text('#!/bin/sh\necho "inside: $*"\n')
+    (tmp_path / "venv/bin/python").chmod(0o755)
+    (tmp_path / "venv/bin/pip").write_text(f"#!{home.format(tmp_path)}/bin/python3\n")
+    done = set_up()
+    assert ("asked: -m venv --clear" in done.stdout) == made_anew, done
+    assert done.returncode == (3 if made_anew else 0)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_a_home_folder_that_cannot_be_written_is_replaced(tmp_path):
+    (tmp_path / ".ready-dev").write_text(f"{ROOT}\n")
+    say = ["make", "-f", "-", "say"]
+    rule = f"include {ROOT}/Makefile\nsay:\n\t@echo $$HOME\n"
+    for home in (tmp_path, tmp_path / "none"):
+        done = subprocess.run(say, input=rule, cwd=tmp_path, env={**os.environ, "HOME": str(home)}, capture_output=True, text=True)
+        assert done.stdout.strip() == str(home if home.is_dir() else tmp_path / ".cache/home"), done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

@@ -128,8 +128,15 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     failed = []
     for path in args.notebooks:
+        if not path.is_file():
+            failed.append(path)
+            print(f"{path}: there is no such notebook", file=sys.stderr, flush=True)
+            continue
         try:
             run(path, {flag for flag in args.flags.split(",") if flag})
+        except nbformat.reader.NotJSONError:
+            failed.append(path)
+            print(f"{path}: this is no notebook", file=sys.stderr, flush=True)
         except CellExecutionError as error:
             failed.append(path)
             print(f"{path}: FAILED\n{str(error)[-3000:]}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ bin=$venv/bin
 usable='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'
 
 find_python() {
-    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14 python}; do
+    for candidate in python3 python3.11 python3.12 python3.13 python3.14 python; do
         if "$candidate" -c "$usable" >/dev/null 2>&1; then
             echo "$candidate"
             return
@@ -18,8 +18,20 @@ find_python() {
     done
 }
 
+# The programs in bin/ hold the path of the folder they were installed in: where it was moved or copied they would not start.
+was_moved() {
+    case $venv in /*) here=$venv ;; *) here=$(pwd -P)/$venv ;; esac
+    case $(cat "$bin/pip" 2>/dev/null) in *"$here/bin/"*) return 1 ;; esac
+}
+
+refuse_given() {
+    found=$("$PYTHON" --version 2>&1) && found="it is $found" || found="it cannot be run"
+    echo "PYTHON=$PYTHON cannot be used: $found. comlrl_nb needs Python 3.11 or newer with its venv module." >&2
+    exit 1
+}
+
 refuse() {
-    for candidate in ${PYTHON:-python3 python}; do
+    for candidate in python3 python; do
         found=$("$candidate" --version 2>&1) && echo "  found: $candidate is $found" >&2
     done
     cat >&2 <<'END'
@@ -31,9 +43,10 @@ END
 }
 
 rm -f "$venv"/.ready-*
-if ! "$bin/python" -c "$usable" >/dev/null 2>&1 || ! "$bin/python" -m pip --version >/dev/null 2>&1; then
-    python=$(find_python)
+if ! "$bin/python" -c "$usable" >/dev/null 2>&1 || ! "$bin/python" -m pip --version >/dev/null 2>&1 || was_moved; then
+    python=${PYTHON:-$(find_python)}
     [ -n "$python" ] || refuse
+    "$python" -c "$usable" >/dev/null 2>&1 || refuse_given
     echo "Creating $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 fi
