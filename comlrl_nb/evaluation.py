@@ -9,20 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .rollout import Roles, Team, rollout, text_stats
+from .rollout import ONE_TURN, Roles, Team, Turns, rollout, text_stats
 from .types import Node, Stats
 from .utils.reward_utils import RewardFunction
 
 # %% auto #0
-__all__ = ['Evaluation']
+__all__ = ['Evaluation', 'path_stats']
 
 # %% ../nbs/50_training/04_evaluation.ipynb #7a5b0dd5
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation on items: `roles`, `reward` and optional `logger` and `aggregator` are fixed, the team is given each time."""
+    """An evaluation on items: `roles`, `reward`, `turns` and optional `logger` and `aggregator` are fixed, the team is given each time."""
 
     roles: Roles
     reward: RewardFunction
+    turns: Turns = ONE_TURN
     logger: Callable[..., Any] | None = None
     aggregator: Callable[..., Mapping[str, float]] | None = None
 
@@ -38,21 +39,32 @@ class Evaluation:
         """Metrics with the prefix `eval/`, and the sampled nodes; `batch_size` items are sampled at once."""
         nodes: list[Node] = []
         for start in range(0, len(items), batch_size):
-            nodes += rollout(items[start:start + batch_size], self.roles, team, self.reward, num=1, purpose="evaluation", first_index=start)
+            nodes += rollout(items[start:start + batch_size], self.roles, team, self.reward, num=1, purpose="evaluation",
+                             first_index=start, turns=self.turns)
         if not nodes:
             return Stats(), nodes
-        mean = sum(node.mean_reward for node in nodes) / len(nodes)
-        own = self._own(nodes)
-        stats = Stats({**own, **text_stats(nodes), "turn_1/reward_mean": mean, "turn_1/expected_return": mean})
+        paths = [list(node.walk()) for node in nodes]
+        stats = Stats({**self._own(paths), **text_stats([node for path in paths for node in path]), **path_stats(paths)})
         return stats.prefixed("eval/"), nodes
 
-    def _own(self, nodes: Sequence[Node]) -> Mapping[str, float]:
+    def _own(self, paths: Sequence[Sequence[Node]]) -> Mapping[str, float]:
         if self.logger is None:
             return {}
-        completions = [[[node.joints[0].texts[role]] for node in nodes] for role in range(self.roles.num_roles)]
-        details = self.logger(agent_completions_turns=completions, batch_items=[node.item for node in nodes],
-                              prompts=[node.item.get("prompt", "") for node in nodes])
-        means = self.aggregator(details, num_turns=1)
+        completions = [[[node.joints[0].texts[role] for node in path] for path in paths] for role in range(self.roles.num_roles)]
+        details = self.logger(agent_completions_turns=completions, batch_items=[path[0].item for path in paths],
+                              prompts=[path[0].item.get("prompt", "") for path in paths])
+        means = self.aggregator(details, num_turns=self.turns.count)
         if not isinstance(means, Mapping):
             raise ValueError(f"eval_aggregator must return a mapping of metric names to numbers, got {means!r}")
         return means
+
+# %% ../nbs/50_training/04_evaluation.ipynb #4ee7a2c1
+def path_stats(paths: Sequence[Sequence[Node]]) -> Stats:
+    """`turn_k/reward_mean` over the items that reached turn k, `turn_k/expected_return` = mean sum of rewards from turn k on over all items."""
+    rewards = [[node.mean_reward for node in path] for path in paths]
+    stats = Stats()
+    for turn in range(max(map(len, rewards))):
+        reached = [own[turn] for own in rewards if len(own) > turn]
+        stats[f"turn_{turn + 1}/reward_mean"] = sum(reached) / len(reached)
+        stats[f"turn_{turn + 1}/expected_return"] = sum(sum(own[turn:]) for own in rewards) / len(rewards)
+    return stats

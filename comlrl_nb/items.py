@@ -74,21 +74,29 @@ class Items:
         if self.length == 0:
             raise ValueError(f"{self.name}: it has no rows")
 
-    def epoch(self) -> Iterator[dict[str, Any]]:
-        """The rows of one epoch."""
-        self.require()
+    def order(self) -> list[int] | None:
+        """The order of a new epoch when rows are shuffled; None for the dataset's own."""
         if not self.shuffle:
-            rows = walk(self.dataset)
-        else:
-            order = list(range(len(self.dataset)))
-            self.stream.python.shuffle(order)
-            rows = (self.dataset[i] for i in order)
-        seen = False
-        for index, row in enumerate(rows):
-            seen = True
-            yield as_row(row, self.name, index)
-        if not seen:
+            return None
+        order = list(range(len(self.dataset)))
+        self.stream.python.shuffle(order)
+        return order
+
+    def rows(self, order: list[int] | None = None, start: int = 0) -> Iterator[dict[str, Any]]:
+        """The rows of an epoch in `order`, without the first `start`."""
+        self.require()
+        source = walk(self.dataset) if order is None else (self.dataset[i] for i in order)
+        index = -1
+        for index, row in enumerate(source):
+            if index >= start:
+                yield as_row(row, self.name, index)
+        if index < 0:
             raise ValueError(f"{self.name}: it has no rows")
+
+    def epoch(self) -> Iterator[dict[str, Any]]:
+        """The rows of a new epoch."""
+        self.require()
+        yield from self.rows(self.order())
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first `count` rows in the dataset's own order (fewer when there are fewer)."""

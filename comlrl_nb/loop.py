@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .callbacks import Callback, Callbacks
@@ -19,32 +19,38 @@ from .streams import RandomStream
 from .types import Stats
 
 # %% auto #0
-__all__ = ['Batch', 'Source', 'ShuffledEpochs', 'Run', 'watched', 'interrupt_afterwards', 'train_batches']
+__all__ = ['Batch', 'Source', 'ShuffledEpochs', 'Once', 'Run', 'watched', 'interrupt_afterwards', 'train_batches']
 
 # %% ../nbs/50_training/05_loop.ipynb #2e974b96
 @dataclass(frozen=True)
 class Batch:
-    """One update's worth of work: its entries, where it stands, and how many environment steps it counts for."""
+    """One update's worth of work: its entries, where it stands, and how many environment steps it counts for.
+
+    It takes the epoch from unit `start` to unit `stop` of `total` (None where nobody knows). A unit is what evaluations
+    count: an update of preference training, an item elsewhere. `stats` tells how the entries were made.
+    """
 
     entries: Sequence[Any]
     epoch: int
-    index: int
-    batches_per_epoch: int
+    start: int
+    stop: int
+    total: int | None
     env_steps: int
+    stats: Stats = field(default_factory=Stats)
+
+    def reaches(self, interval: int) -> bool:
+        """Is a multiple of `interval` among the units from `start` to before `stop`? An interval of 0 is never reached."""
+        return interval > 0 and -(-self.start // interval) * interval < self.stop
 
 
 class Source(Protocol):
-    """A resumable supply of batches."""
+    """A supply of batches."""
 
     def current(self) -> Batch | None:
         """The batch to do next; None when all are done."""
 
     def done(self) -> None:
         """The current batch is done."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 # %% ../nbs/50_training/05_loop.ipynb #0df284db
 class ShuffledEpochs:
@@ -69,7 +75,7 @@ class ShuffledEpochs:
         if self.epoch >= self.epochs or not self.entries:
             return None
         places = self.order[self.index * self.batch_size:(self.index + 1) * self.batch_size]
-        return Batch([self.entries[place] for place in places], self.epoch, self.index, self.batches_per_epoch,
+        return Batch([self.entries[place] for place in places], self.epoch, self.index, self.index + 1, self.batches_per_epoch,
                      self.env_steps_per_entry * len(places))
 
     def done(self) -> None:
@@ -87,6 +93,19 @@ class ShuffledEpochs:
             raise ValueError(f"batches: the saved state is of {state['size']} entries, there are {len(self.entries)}")
         self.epoch, self.index, self.order = state["epoch"], state["index"], list(state["order"])
 
+# %% ../nbs/50_training/05_loop.ipynb #62ddb0ab
+class Once:
+    """A supply of one batch."""
+
+    def __init__(self, batch: Batch):
+        self.batch: Batch | None = batch
+
+    def current(self) -> Batch | None:
+        return self.batch
+
+    def done(self) -> None:
+        self.batch = None
+
 # %% ../nbs/50_training/05_loop.ipynb #02a337e9
 class Run:
     """Counters, history and callbacks of a trainer; what counts as an environment step is the trainer's to say."""
@@ -99,12 +118,12 @@ class Run:
         self.events = Callbacks()
         self.watching = False
 
-    def count(self, stats: Stats, env_steps: int) -> None:
-        """One update is done: move the clocks and report its metrics."""
+    def count(self, stats: Stats, env_steps: int, units: int = 1) -> None:
+        """One update is done: move the clocks and report its metrics; the epoch is `units` further on."""
         self.update += 1
         self.env_step += env_steps
         self._tell(self.meter.record(stats, self.update, self.env_step))
-        self.events.on_advance(1, stats)
+        self.events.on_advance(units, stats)
 
     def note(self, kind: str, stats: Mapping[str, float]) -> None:
         """Write a row of `kind` at the present clocks."""
@@ -171,21 +190,20 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
                   evaluate: Callable[[], Any] | None = None, eval_interval: int = 0) -> Stats:
     """Do every batch of `source`; returns the mean metrics of these updates.
 
-    `eval_interval` counts updates from 0 in every epoch: an evaluation comes before updates 0, n, 2n, ... of each; 0 means never.
+    `eval_interval` counts units from 0 in every epoch: an evaluation comes before units 0, n, 2n, ... are learned from; 0 means never.
     """
     seen: list[Stats] = []
     while (batch := source.current()) is not None:
-        due = evaluate is not None and eval_interval and batch.index % eval_interval == 0
-        if due and run.evaluated_before != run.update:  # not again when an interrupted update is done anew
+        if evaluate is not None and batch.reaches(eval_interval) and run.evaluated_before != run.update:  # not again when an interrupted update is done anew
             evaluate()
             run.evaluated_before = run.update
-        if batch.index == 0 or not seen:
-            run.events.on_phase(f"{name} epoch {batch.epoch + 1}", batch.batches_per_epoch - batch.index)
+        if (batch.start == 0 and batch.stop > 0) or not seen:
+            run.events.on_phase(f"{name} epoch {batch.epoch + 1}", None if batch.total is None else batch.total - batch.start)
         started = time.perf_counter()
         with interrupt_afterwards():
             _, stats = update(batch.entries)
-            stats["seconds/update"] = time.perf_counter() - started
+            stats = Stats({**batch.stats, **stats, "seconds/update": time.perf_counter() - started})
             source.done()
-            run.count(stats, batch.env_steps)
+            run.count(stats, batch.env_steps, batch.stop - batch.start)
         seen.append(stats)
     return Stats.mean(seen)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .agents import Actor, Agents, require_trainable, stream_names
-from .config import Collaboration
+from .config import Collaboration, Pairing
 from .evaluation import Evaluation
 from .generation import Sampling
 from .items import Items
 from .models.loading import load_planned, plan_agents
 from .prompts import build_formatters
-from .rollout import OneActorForAllRoles, Roles, SeparateRoles
+from .rollout import OneActorForAllRoles, Roles, SeparateRoles, Turns
 from .schedulers.device_scheduler import Placement, follow, place
 from .streams import RandomStream, make_streams
 from .trainers.preference.centralized import checked_adapter
@@ -69,6 +69,7 @@ class Setup:
     team: Agents
     roles: Roles
     reward: RewardFunction
+    turns: Turns
     train: Items
     eval: Items
     evaluation: Evaluation
@@ -122,8 +123,8 @@ def load_team(args: Any, plan: Any, placement: Placement, streams: Mapping[str, 
 # %% ../nbs/50_training/06_setup.ipynb #ec174240
 def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_references: bool = False, extra_streams: Sequence[str] = ()) -> Setup:
     """Check everything, then load. Nothing is loaded when anything is wrong; every error names its field."""
-    if inputs.external_transition is not None and not callable(inputs.external_transition):
-        raise ValueError(f"external_transition: None or a callable is needed, got {inputs.external_transition!r}")
+    turns = Turns(args.num_turns, inputs.external_transition, isinstance(args, Pairing) and args.joint_mode == "cross", args.external_prompt_passthrough,
+                  args.early_termination_threshold)
     num_actors = 1 if is_central(args) else args.num_agents
     plan = plan_agents(agent_model=inputs.agent_model, agents=inputs.agents, num_agents=num_actors, tokenizer=inputs.tokenizer, model_config=inputs.model_config)
     if not plan.by_name:
@@ -136,6 +137,6 @@ def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_
     train = Items(inputs.train_dataset, "train_dataset", args.shuffle, streams["data"])
     held_out = Items(inputs.eval_dataset, "eval_dataset")
     reward = build_reward(args, inputs, tuple(dict.fromkeys((*train.columns, *held_out.columns))), per_agent_rewards)
-    evaluation = Evaluation(roles, reward, inputs.eval_logger, inputs.eval_aggregator)
+    evaluation = Evaluation(roles, reward, turns, inputs.eval_logger, inputs.eval_aggregator)
     team, name = load_team(args, plan, placement, streams)
-    return Setup(args, team, roles, reward, train, held_out, evaluation, streams, placement, name)
+    return Setup(args, team, roles, reward, turns, train, held_out, evaluation, streams, placement, name)

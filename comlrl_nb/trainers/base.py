@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,8 @@ from ..streams import rewound_on_error
 from ..types import Node, Stats
 
 # %% auto #0
-__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'Rows', 'loader', 'TrainerBase']
+__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'refuse_checkpoints', 'Rows', 'loader',
+           'TrainerBase']
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ca72b8e4
 class TrainerAttributes:
@@ -75,6 +77,13 @@ def default_callbacks() -> list[Callback]:
     return [Progress(), Table(), *([Curves()] if in_notebook() else [])]
 
 
+def refuse_checkpoints(**given: Any) -> None:
+    """Raise for checkpoint arguments that differ from their defaults."""
+    for name, value in given.items():
+        if value != (1 if name == "checkpoint_interval" else None):
+            raise ValueError(f"train: {name}={value!r} is given, but this trainer writes no checkpoints; save_model(folder) keeps the models")
+
+
 class Rows(IterableDataset):
     """A dataset without a length, as torch's loader wants it."""
 
@@ -118,11 +127,12 @@ class TrainerBase(TrainerAttributes):
     def rollout(self, item: Mapping[str, Any], num: int | None = None) -> Node:
         """One item answered by the team: `num` joint responses (None: as many as in training) with their rewards. Nothing is updated."""
         count = self.samples_per_item if num is None else check_count(num, "num")
-        return rollout([as_row(item, "item", 0)], self.setup.roles, self.team, self.setup.reward, count, purpose="rollout")[0]
+        return rollout([as_row(item, "item", 0)], self.setup.roles, self.team, self.setup.reward, count, purpose="rollout", turns=self.setup.turns)[0]
 
     def evaluate(self, num_eval_samples: int | None = None) -> Stats:
         """Task reward of one joint response for each of the first `num_eval_samples` held-out items; empty without `eval_dataset`."""
         if self.setup.eval.dataset is None:
+            warnings.warn("evaluate: there is nothing to evaluate on; give the trainer an eval_dataset", stacklevel=2)
             return Stats()
         count = self.args.eval_num_samples if num_eval_samples is None else check_count(num_eval_samples, "num_eval_samples", minimum=0)
         started = time.perf_counter()

@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..models.modes import freeze
-from ..schedulers.device_scheduler import DeviceScheduler
+from ..logprobs import completion_logprobs
+from ..losses import k3_kl
+from ..models.loading import load_distinct
+from ..models.modes import eval_mode, freeze
+from ..schedulers.device_scheduler import DeviceScheduler, unwrap_model
 
 # %% auto #0
-__all__ = ['clone_reference_models', 'resolve_reference_devices']
+__all__ = ['clone_reference_models', 'resolve_reference_devices', 'completion_kl', 'load_reference_models_from_sources',
+           'reference_kl_enabled', 'reference_kl_coef', 'validate_reference_kl_config', 'reference_kl_for_sequence']
 
 # %% ../../nbs/20_models/04_references.ipynb #eb5548b6
 def clone_reference_models(policy_models: Sequence[nn.Module], *, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -35,3 +40,49 @@ def resolve_reference_devices(args, fallback_devices: Sequence[torch.device], ex
     if args.reference_devices is None:
         return list(fallback_devices)
     return DeviceScheduler.resolve_devices(args.reference_devices, expected_count, kind="reference_devices")
+
+# %% ../../nbs/20_models/04_references.ipynb #b3295f18
+@torch.no_grad()
+def completion_kl(policy: nn.Module, reference: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
+                  owner: Sequence[int], pad_id: int = 0) -> Tensor:
+    """k3 estimate `[M]` (float64, CPU) for each of M completions; completion j follows `prompts[owner[j]]`. Both models run in eval mode."""
+    with eval_mode(policy, reference):
+        own, theirs = (completion_logprobs(model, prompts, completions, owner, pad_id) for model in (policy, reference))
+    mask = own.mask.cpu()
+    return k3_kl(own.values.cpu().double(), theirs.values.cpu().double(), mask)
+
+# %% ../../nbs/20_models/04_references.ipynb #b335c6c2
+def load_reference_models_from_sources(model_sources: Sequence[str], *, devices: Sequence[torch.device],
+                                       model_kwargs: Mapping[str, Any] | None = None) -> list[nn.Module]:
+    """A frozen model per identifier, each on its device; distinct objects also where identifiers repeat."""
+    if len(model_sources) != len(devices):
+        raise ValueError(f"devices: one per model source expected, got {len(devices)} for {len(model_sources)} sources")
+    return [freeze(model).to(device) for model, device in zip(load_distinct(list(model_sources), dict(model_kwargs or {})), devices)]
+
+
+def reference_kl_enabled(args: Any) -> bool:
+    """Does this configuration ask for a penalty? One without such a field does not."""
+    return bool(getattr(args, "reference_kl_enabled", False))
+
+
+def reference_kl_coef(args: Any) -> float:
+    """What a unit of KL costs; 0.1 for a configuration without such a field."""
+    return float(getattr(args, "reference_kl_coef", 0.1))
+
+
+def validate_reference_kl_config(args: Any, expected_count: int) -> None:
+    """Raise `ValueError` for a negative coefficient, or devices that do not fit `expected_count` references."""
+    if reference_kl_coef(args) < 0:
+        raise ValueError(f"reference_kl_coef must be at least 0, got {args.reference_kl_coef!r}")
+    if reference_kl_enabled(args):
+        resolve_reference_devices(args, [torch.device("cpu")] * expected_count, expected_count)
+
+
+def reference_kl_for_sequence(policy_model: nn.Module, reference_model: nn.Module, sequences: Tensor, attention_mask: Tensor,
+                              prompt_len: int, response_len: int) -> Tensor:
+    """k3 `[B]` of the response that starts at column `prompt_len` of `sequences [B, L]`; `attention_mask [B, L]` marks real tokens."""
+    real = attention_mask.bool().cpu()
+    rows = [(ids[:prompt_len][keep[:prompt_len]].tolist(), ids[prompt_len:prompt_len + response_len].tolist())
+            for ids, keep in zip(sequences.cpu(), real)]
+    return completion_kl(unwrap_model(policy_model), unwrap_model(reference_model), [prompt for prompt, _ in rows],
+                         [response for _, response in rows], list(range(len(rows))))

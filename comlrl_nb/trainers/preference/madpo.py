@@ -18,15 +18,15 @@ from ...preferences import pairs_of
 from ...rollout import node_stats, rollout
 from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
 from ...streams import rewound_on_error
-from ..base import TrainerBase, check_count, check_watchers
+from ..base import TrainerBase, check_count, check_watchers, refuse_checkpoints
 from ..configs import MADPOConfig
 from ...types import PreferencePair, Stats
 from ...update import madpo_update, reference_margins
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'check_pairs', 'refuse_checkpoints', 'pair_batches',
-           'train_source', 'last_token', 'collect_pairs', 'collection_stats']
+__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'check_pairs', 'pair_batches', 'train_source',
+           'last_token', 'collect_pairs', 'collection_stats']
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
 ROWS_PER_CALL = 1024  # between two reports of progress; what one call of `generate` takes is bounded in tokens
@@ -75,7 +75,7 @@ class MADPOTrainer(TrainerBase):
         epochs = self.args.num_train_epochs if epochs is None else check_count(epochs, "epochs")
         check_pairs(pairs, len(self.team))
         with self.watched():
-            stats = train_source(self, pair_batches(self, pairs, epochs))
+            stats = train_source(self, pair_batches(self, pairs, epochs), self.args.eval_interval)
             self.run.flush()
         return stats
 
@@ -83,7 +83,7 @@ class MADPOTrainer(TrainerBase):
         """Collect pairs of `items` and make one update on all of them."""
         with self.watched():
             pairs = self.collect(items)
-            return train_source(self, pair_batches(self, pairs, epochs=1, batch_size=max(1, len(pairs))))
+            return train_source(self, pair_batches(self, pairs, epochs=1, batch_size=max(1, len(pairs))), eval_interval=0)
 
     def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
         """Collect pairs of the whole training dataset once, then train on them; after an interruption, go on where it stopped.
@@ -98,7 +98,7 @@ class MADPOTrainer(TrainerBase):
             if self.source is None:
                 with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
                     self.source = pair_batches(self, self.collect(), self.args.num_train_epochs)
-            train_source(self, self.source)
+            train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
         self.source = None
         return self.history
@@ -121,13 +121,6 @@ def check_pairs(pairs: Any, num_actors: int) -> None:
             raise ValueError(f"pairs[{place}]: it is a pair of {len(pair.prompts)} actors, this team has {num_actors}")
 
 
-def refuse_checkpoints(**given: Any) -> None:
-    """Raise for checkpoint arguments that differ from their defaults."""
-    for name, value in given.items():
-        if value != (1 if name == "checkpoint_interval" else None):
-            raise ValueError(f"train: {name}={value!r} is given, but this trainer writes no checkpoints; save_model(folder) keeps the models")
-
-
 def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs: int, batch_size: int | None = None) -> ShuffledEpochs:
     """Shuffled passes over (pair, reference margins `[N]` or None) in batches of `batch_size` (None: `train_batch_size`).
 
@@ -139,8 +132,8 @@ def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs:
     return ShuffledEpochs(list(zip(pairs, frozen)), batch_size or args.train_batch_size, epochs, trainer.setup.streams["pairs"], steps_per_pair(args))
 
 
-def train_source(trainer: MADPOTrainer, source: ShuffledEpochs) -> Stats:
-    """Run the loop over `source`, evaluating every `eval_interval` updates where there is an `eval_dataset`."""
+def train_source(trainer: MADPOTrainer, source: ShuffledEpochs, eval_interval: int) -> Stats:
+    """Run the loop over `source`, evaluating every `eval_interval` updates (0: never) where there is an `eval_dataset`."""
     args = trainer.args
 
     def update(entries: Sequence[tuple[PreferencePair, torch.Tensor | None]]) -> tuple[float, Stats]:
@@ -149,7 +142,7 @@ def train_source(trainer: MADPOTrainer, source: ShuffledEpochs) -> Stats:
         return madpo_update(trainer.team, pairs, args.dpo_beta, last_token(args), reference, skip_nonfinite=args.on_nonfinite == "skip")
 
     evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
-    return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=args.eval_interval)
+    return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
 
 
 def last_token(args: MADPOConfig) -> bool:

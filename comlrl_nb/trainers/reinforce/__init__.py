@@ -7,6 +7,11 @@ _HOME = {
     "MAREINFORCEConfig": "comlrl_nb.trainers.configs",
     "MARLOOConfig": "comlrl_nb.trainers.configs",
     "MAReMaxConfig": "comlrl_nb.trainers.configs",
+    "MAGRPOTrainer": "comlrl_nb.trainers.reinforce.magrpo",
+    "MAREINFORCETrainer": "comlrl_nb.trainers.reinforce.magrpo",
+    "MARLOOTrainer": "comlrl_nb.trainers.reinforce.magrpo",
+    "MAReMaxTrainer": "comlrl_nb.trainers.reinforce.magrpo",
+    "CentralizedMAGRPOTrainer": "comlrl_nb.trainers.reinforce.centralized_magrpo",
 }
 __all__ = list(_HOME)
 
