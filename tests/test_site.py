@@ -76,6 +76,11 @@ def test_remote_requests_are_found(tmp_path, tag, found):
     assert bool(build_docs.remote_requests(tmp_path)) == found
 
 
+def test_links_to_source_on_a_server_are_dropped():
+    text = '---\n\n[source](https://a.example/low.py#L3){target="_blank" style="float:right"}\n\n### low\n\n[sources](x.html)'
+    assert build_docs.SOURCE_LINK.sub("", text) == "---\n\n### low\n\n[sources](x.html)"
+
+
 # ---- a small site with one of everything, and the real one
 
 def build(out, root=ROOT):
@@ -95,7 +100,7 @@ def small_site(tmp_path_factory):
         root / "nbs/00_core/00_low.ipynb", cell("#| default_exp low"), cell('#| export\nclass low:\n    "Lower."\n    def once(self, x: int) -> int:\n        return x - 1'),
         {"cell_type": "markdown", "id": "m", "metadata": {}, "source": "$$\nx - 1\n$$ {#eq-low}\n\nBy @eq-low, and inline $x^2$."},
         cell("from ipywidgets import IntSlider"), cell('IntSlider(value=3, description="depth")'),
-        cell("#| export\ndef _last():\n    return None"))
+        cell("#| export\ndef _last():\n    return None"), cell(f"wide = {list(range(100))}"))
     for name in ("styles.css", "favicon.svg"):
         shutil.copy(ROOT / "nbs" / name, root / "nbs" / name)
     shutil.copy(root / "_quarto.yml", root / "nbs/_quarto.yml")
@@ -199,6 +204,7 @@ def test_one_of_everything(small_site, serve, tab):
     assert page.locator("main p .katex:not(.katex-display .katex)").count() == 1
     page.click("summary:has-text('Source of low')")
     assert "return x - 1" in page.inner_text("details.code-fold")
+    assert page.locator("main a[href^='http']").count() == 0
     slider = page.locator(".widget-hslider .noUi-handle")
     slider.wait_for()
     assert "depth" in page.inner_text(".widget-hslider") and page.inner_text(".widget-readout").strip() == "3"
@@ -257,8 +263,9 @@ CONTRAST = """element => {
   const parse = text => text.match(/[\\d.]+/g).map(Number);
   const over = (top, under) => { const a = top[3] ?? 1; return [0, 1, 2].map(i => a * top[i] + (1 - a) * under[i]); };
   const light = c => c.map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4).reduce((s, v, i) => s + v * [.2126, .7152, .0722][i], 0);
-  const bar = over(parse(getComputedStyle(element.closest('.navbar')).backgroundColor), [255, 255, 255]);
-  const back = over(parse(getComputedStyle(element).backgroundColor), bar);
+  const layers = [];
+  for (let e = element; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
+  const back = layers.reduceRight((under, layer) => over(layer, under), [255, 255, 255]);
   const text = over(parse(getComputedStyle(element).color), back);
   const [high, low] = [light(text), light(back)].sort((a, b) => b - a);
   return (high + .05) / (low + .05);
@@ -273,6 +280,48 @@ def test_the_search_box_can_be_read(small_site, serve, tab, scheme):
     page.goto(serve(small_site) + "index.html")
     assert page.evaluate("() => document.documentElement.classList.contains('quarto-dark')") == (scheme == "dark")
     assert page.eval_on_selector(".smalldocs-search input", CONTRAST) > 4.5
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_the_search_finds_can_be_read(small_site, serve, tab, scheme):
+    page, _ = tab
+    page.emulate_media(color_scheme=scheme)
+    page.goto(serve(small_site) + "index.html")
+    page.fill(".smalldocs-search input", "lower")
+    page.locator(".search-result").first.wait_for()
+    for part in ("title", "section", "text", "text mark"):
+        found = page.locator(f".search-result-{part}")
+        assert found.count() and found.first.evaluate(CONTRAST) > 4.5, part
+    page.hover(".search-result")
+    assert page.eval_on_selector(".search-result:hover .search-result-text", CONTRAST) > 4.5
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_code_of_a_page_can_be_read(site, serve, tab, scheme):
+    page, _ = tab
+    page.emulate_media(color_scheme=scheme)
+    page.goto(serve(site) + "10_math/losses.html")
+    texts = "main p, main h2, main code, main td, main pre.sourceCode span[class], .sidebar-link, #TOC a, summary"
+    poor = page.eval_on_selector_all(texts, f"all => all.filter(e => e.innerText && !e.closest('.katex') && ({CONTRAST})(e) < 4.5).map(e => e.outerHTML.slice(0, 80))")
+    assert poor == [], "\n".join(poor)
+
+
+@pytest.mark.browser
+def test_long_lines_of_code_wrap(small_site, serve, tab):
+    page, _ = tab
+    page.goto(serve(small_site) + "00_core/low.html")
+    assert page.locator("pre.sourceCode", has_text="wide =").count() == 1
+    assert page.eval_on_selector_all("pre.sourceCode", "all => all.every(e => e.scrollWidth <= e.clientWidth)")
+
+
+@pytest.mark.browser
+def test_the_sidebar_shows_the_page_that_is_open(site, serve, tab):
+    page, _ = tab
+    page.goto(serve(site) + "70_lab/cli.html")
+    entry, bar = page.locator("#quarto-sidebar .sidebar-link.active").bounding_box(), page.locator("#quarto-sidebar").bounding_box()
+    assert max(bar["y"], 0) < entry["y"] < min(bar["y"] + bar["height"], 900) - entry["height"] and page.evaluate("scrollY") == 0
 
 
 @pytest.mark.browser

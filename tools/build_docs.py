@@ -33,6 +33,13 @@ LEFT = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
 FOLD = '#| code-fold: show\n#| code-summary: "Exported source"'  # what nbdev writes above exported source
 EXPORTS = re.compile(r"^#\|[ \t]*export[ \t]*$", re.M)
 REMOTE = re.compile(r"""<(?:script|img|iframe|source|audio|video)\b[^>]*\bsrc=["'](?:https?:)?//[^"']*|<link\b(?=[^>]*\brel=["'](?:stylesheet|icon|preload|preconnect))[^>]*\bhref=["'](?:https?:)?//[^"']*""")
+SOURCE_LINK = re.compile(r"\[source\]\([^)]*\)\{[^}]*\}\s*")  # what nbdev adds leads to a server; the page shows the source itself
+SHOW_ACTIVE = """
+document.addEventListener("DOMContentLoaded", () => {  // the page's own entry, scrolled to the middle of the sidebar
+  const bar = document.getElementById("quarto-sidebar"), entry = bar && bar.querySelector(".sidebar-link.active");
+  if (entry) bar.scrollTop += entry.getBoundingClientRect().top - bar.getBoundingClientRect().top - bar.clientHeight / 2;
+});
+"""
 REMOTE_CSS = re.compile(r"""@import\s*(?:url\(\s*["']?(?:https?:)?//[^)]*\)|["'](?:https?:)?//[^"']*["'])[^;]*;|url\(["']?(?:https?:)?//[^)]*\)""")
 
 
@@ -230,7 +237,8 @@ def finish_page(path: Path, page: str, names: dict[str, str], host: str) -> None
         cell["source"] = folded(cell)
         for output in cell.get("outputs", []):
             if "text/markdown" in output.get("data", {}):
-                output["data"]["text/markdown"] = relink("".join(output["data"]["text/markdown"]), page, names, host)
+                text = SOURCE_LINK.sub("", "".join(output["data"]["text/markdown"]))
+                output["data"]["text/markdown"] = relink(text, page, names, host)
     embed_widgets(book, "../" * page.count("/"))
     path.write_text(json.dumps(book), encoding="utf-8")
 
@@ -258,16 +266,16 @@ def render(pages: Path) -> tuple[Path, list[str]]:
     return Path(site.out), list(site.warnings)
 
 
-def search_without_server(site: Path) -> None:
-    """The search index as a script as well: a page opened from disk may not fetch a JSON file."""
+def adapt_script(site: Path) -> None:
+    """The search index as a script as well, as a page opened from disk may not fetch a JSON file; the sidebar shows where one is."""
     index = (site / "search.json").read_text(encoding="utf-8")
     (site / "site_libs/search-index.js").write_text(f"window.searchIndex = {index};\n", encoding="utf-8")
     script = site / "site_libs/smalldocs.js"
     text = script.read_text(encoding="utf-8")
     fetched = 'const r = await fetch(offset + "search.json");\n      index = await r.json();'
     if fetched not in text:
-        raise SystemExit("smalldocs reads its search index in another way now: look at search_without_server")
-    script.write_text(text.replace(fetched, "index = window.searchIndex;"), encoding="utf-8")
+        raise SystemExit("smalldocs reads its search index in another way now: look at adapt_script")
+    script.write_text(text.replace(fetched, "index = window.searchIndex;") + SHOW_ACTIVE, encoding="utf-8")
 
 
 def localise(site: Path, host: str) -> None:
@@ -315,7 +323,7 @@ def build(root: Path, out: Path, cache: Path) -> list[str]:
         add_libraries(site, cache)
         localise(site, host)
         link_methods(site)
-        search_without_server(site)
+        adapt_script(site)
         found = [*warnings, *(f"loads from another server: {place}" for place in remote_requests(site))]
         if not found:
             shutil.rmtree(out, ignore_errors=True)
