@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv. The only requirements are make and Python 3.11 or newer.
 #   make test PIP_ARGS="--extra-index-url URL"   another package index, say for a CPU build of torch
-#   make test PYTHON=/path/to/python3.12         another interpreter
+#   make test PYTHON=/path/to/python3.12         another interpreter, where there is no .venv yet
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
