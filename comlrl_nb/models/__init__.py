@@ -2,6 +2,9 @@
 from importlib import import_module
 
 _HOME = {
+    "ActorCriticOutput": "comlrl_nb.models.actor_critic",
+    "CausalLMWithValueHead": "comlrl_nb.models.actor_critic",
+    "ValueHead": "comlrl_nb.models.actor_critic",
     "load_agents": "comlrl_nb.models.loading",
     "load_model": "comlrl_nb.models.loading",
 }
