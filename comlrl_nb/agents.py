@@ -26,12 +26,21 @@ __all__ = ['POSITION_TABLES', 'PURPOSES', 'Actor', 'require_trainable', 'build_o
 # %% ../nbs/50_training/02_agents.ipynb #4507a9e2
 @dataclass(frozen=True)
 class Actor:
-    """A model that writes: its tokenizer, its device and the ids that end its texts."""
+    """A model that writes: its tokenizer, its device and the ids that end its texts.
+
+    `owner` is the module whose parameters are trained where that is more than the language model: one with a value head.
+    """
 
     model: nn.Module
     tokenizer: Any
     device: torch.device
     eos_ids: tuple[int, ...]
+    owner: nn.Module | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is trained, saved and restored."""
+        return self.model if self.owner is None else self.owner
 
     @property
     def pad_id(self) -> int:
@@ -81,12 +90,17 @@ class Agents:
         self.actors, self.sampling, self.streams = tuple(actors), sampling, dict(streams)
         self.max_prompt_length = max_prompt_length
         self.limits = [position_limit(model) for model in self.models]
-        self.optimizers = build_optimizers(self.models, learning_rate)
+        self.optimizers = build_optimizers(self.modules, learning_rate)
         self.workers = AgentWorkers([actor.device for actor in self.actors])
 
     @property
     def models(self) -> list[nn.Module]:
         return [actor.model for actor in self.actors]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What is trained: the models, with their value heads where they have some."""
+        return [actor.module for actor in self.actors]
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -129,12 +143,12 @@ class Agents:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer states and streams; agents that are one object appear once each but hold the same tensors."""
-        return {"models": [model.state_dict() for model in self.models], "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        return {"models": [module.state_dict() for module in self.modules], "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "streams": {name: stream.state_dict() for name, stream in self.streams.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for model, saved in zip(self.models, state["models"], strict=True):
-            model.load_state_dict(saved)
+        for module, saved in zip(self.modules, state["models"], strict=True):
+            module.load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for name, stream in self.streams.items():

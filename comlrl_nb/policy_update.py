@@ -10,35 +10,37 @@ from dataclasses import dataclass
 
 import torch
 
-from .agents import Agents
+from .agents import Actor, Agents
 from .logprobs import completion_logprobs
 from .losses import NonFiniteError, policy_gradient_loss
 from .scoring import split_table, table_of
-from .step import gradient_step, guarded
+from .step import gradient_step, guarded, norm_stats
 from .types import Node, Stats
 
 # %% auto #0
-__all__ = ['POLICY_TOKENS', 'Credited', 'credited_of', 'AgentLoss', 'accumulate', 'require_finite_logprobs', 'policy_update']
+__all__ = ['POLICY_TOKENS', 'Credited', 'credited_of', 'AgentLoss', 'policy_backward', 'require_finite_logprobs', 'policy_update',
+           'loss_stats']
 
 # %% ../nbs/50_training/03a_policy_update.ipynb #7d1a2eff
 @dataclass(frozen=True)
 class Credited:
-    """The completions of one agent in a batch of nodes that carry a signal: what to score, and what each is worth.
+    """Completions of one agent with what each is worth: `entries` (prompt ids, completion ids) with their `advantages`.
 
-    `places[r]` is (node, candidate) of entry r; `total` counts the completions of all nodes, with a signal or without.
+    `labels` say in errors which completion it is; `total` counts the completions of the batch, with a signal or without.
     """
 
     entries: list[tuple[tuple[int, ...], tuple[int, ...]]]
     advantages: list[float]
-    places: list[tuple[int, int]]
+    labels: list[str]
     total: int
 
 
 def credited_of(nodes: Sequence[Node], agent: int) -> Credited:
-    """The part of `agent` in a batch of nodes."""
+    """The completions of `agent` in those nodes of a batch that carry a signal for it."""
     found = [(node, n, k) for n, node in enumerate(nodes) if any(node.advantages[agent]) for k in range(len(node.generations[agent]))]
     return Credited(entries=[(node.generations[agent].prompt.token_ids, node.generations[agent].completions[k].token_ids) for node, _, k in found],
-                    advantages=[node.advantages[agent][k] for node, _, k in found], places=[(n, k) for _, n, k in found],
+                    advantages=[node.advantages[agent][k] for node, _, k in found],
+                    labels=[f"turn {node.turn + 1}, node {n} of the batch, sample {k}" for node, n, k in found],
                     total=sum(len(node.generations[agent]) for node in nodes))
 
 # %% ../nbs/50_training/03a_policy_update.ipynb #eda7fb44
@@ -59,19 +61,18 @@ class AgentLoss:
         return -self.logprob / max(1, self.tokens)
 
 
-def accumulate(agents: Agents, agent: int, nodes: Sequence[Node], budget: int | None = None) -> AgentLoss:
-    """Add the gradient of `agent`'s loss on `nodes` to its parameters, in pieces of `budget` tokens (None: `POLICY_TOKENS`)."""
-    actor, found, mine = agents.actors[agent], AgentLoss(), credited_of(nodes, agent)
-    table, rows = table_of(mine.entries)
+def policy_backward(actor: Actor, agent: int, batch: Credited, budget: int | None = None) -> AgentLoss:
+    """Add the gradient of the actor's loss on `batch` to its parameters, in pieces of `budget` tokens (None: `POLICY_TOKENS`)."""
+    found, (table, rows) = AgentLoss(), table_of(batch.entries)
     budget = budget or POLICY_TOKENS.get(actor.device.type, 2**13)
-    for part, held in split_table(table, budget) if mine.entries else ():
+    for part, held in split_table(table, budget) if rows else ():
         sums = completion_logprobs(actor.model, part.prompts, part.completions, part.owner, pad_id=actor.pad_id).sums()
         place = {m: position for position, m in enumerate(held)}
         own = [r for r, m in enumerate(rows) if m in place]
         logprobs = sums[torch.tensor([place[rows[r]] for r in own], device=sums.device)]
-        require_finite_logprobs(logprobs, agent, nodes, [mine.places[r] for r in own])
-        advantages = torch.tensor([mine.advantages[r] for r in own], dtype=torch.float64).to(logprobs)
-        loss = policy_gradient_loss(logprobs, advantages) * (len(own) / mine.total)
+        require_finite_logprobs(logprobs, agent, [batch.labels[r] for r in own])
+        advantages = torch.tensor([batch.advantages[r] for r in own], dtype=torch.float64).to(logprobs)
+        loss = policy_gradient_loss(logprobs, advantages) * (len(own) / batch.total)
         loss.backward()
         found.loss += loss.item()
         found.tokens += sum(map(len, part.completions))
@@ -79,13 +80,12 @@ def accumulate(agents: Agents, agent: int, nodes: Sequence[Node], budget: int | 
     return found
 
 
-def require_finite_logprobs(logprobs: torch.Tensor, agent: int, nodes: Sequence[Node], places: Sequence[tuple[int, int]]) -> None:
-    """Raise a `NonFiniteError` naming agent, turn, node and sample of the first log-probability that is not finite."""
+def require_finite_logprobs(logprobs: torch.Tensor, agent: int, labels: Sequence[str]) -> None:
+    """Raise a `NonFiniteError` naming agent and completion of the first log-probability that is not finite."""
     broken = (~torch.isfinite(logprobs.detach())).nonzero()
     if len(broken):
         row = int(broken[0])
-        node, sample = places[row]
-        raise NonFiniteError(f"agent {agent}, turn {nodes[node].turn + 1}, node {node} of the batch, sample {sample}: its log-probability is {logprobs[row].item()}; "
+        raise NonFiniteError(f"agent {agent}, {labels[row]}: its log-probability is {logprobs[row].item()}; "
                              "no weight was changed. Look for infinite logits: a too large learning rate, or float16 weights")
 
 # %% ../nbs/50_training/03a_policy_update.ipynb #5550e44a
@@ -96,13 +96,18 @@ def policy_update(agents: Agents, nodes: Sequence[Node], *, skip_nonfinite: bool
     """
     if not nodes:
         return 0.0, Stats()
-    return guarded(agents, lambda: _step_on(agents, nodes, budget), skip_nonfinite)
+    return guarded(agents.modules, lambda: _step_on(agents, nodes, budget), skip_nonfinite)
 
 
 def _step_on(agents: Agents, nodes: Sequence[Node], budget: int | None) -> tuple[float, Stats]:
     found: list[AgentLoss] = []
-    norms = gradient_step(agents, lambda: found.extend(agents.each(lambda agent: accumulate(agents, agent, nodes, budget))))
+    norms = gradient_step(agents.modules, agents.optimizers, lambda: found.extend(agents.each(lambda agent: policy_backward(agents.actors[agent], agent, credited_of(nodes, agent), budget))))
+    stats = loss_stats(found)
+    return stats["loss"], Stats({**stats, **norm_stats(norms)})
+
+
+def loss_stats(found: Sequence[AgentLoss]) -> Stats:
+    """Loss and entropy, means over agents and each agent's own, and the number of scored tokens."""
     per_agent = [Stats(loss=one.loss, entropy=one.entropy) if one.tokens else Stats(loss=one.loss) for one in found]
     own = {name: value for agent, stats in enumerate(per_agent) for name, value in stats.prefixed(f"agent_{agent}/").items()}
-    means = Stats.mean(per_agent)
-    return means["loss"], Stats({**means, "scored_tokens": sum(one.tokens for one in found), **own, **norms})
+    return Stats({**Stats.mean(per_agent), "scored_tokens": sum(one.tokens for one in found), **own})

@@ -5,38 +5,43 @@
 # %% ../nbs/50_training/02b_step.ipynb #3f26291b
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .agents import Agents
 from .losses import NonFiniteError
 from .models.modes import eval_mode
 from .types import Stats
 
 # %% auto #0
-__all__ = ['gradient_step', 'gradient_norm', 'guarded']
+__all__ = ['gradient_step', 'norm_stats', 'gradient_norm', 'guarded']
 
 # %% ../nbs/50_training/02b_step.ipynb #f7c1ea01
-def gradient_step(agents: Agents, backward: Callable[[], None]) -> Stats:
-    """Zero the gradients, run `backward`, check every gradient norm, step each optimizer once; returns the norms.
+def gradient_step(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], backward: Callable[[], None],
+                  name: str = "agent") -> list[float]:
+    """Zero the gradients, run `backward`, check every module's gradient norm, step each optimizer once; returns the norms.
 
-    An optimizer whose agents have no gradient at all is not stepped: its weight decay would move them without any signal.
+    `optimizers[j]` holds the parameters of `modules[j]`, and may be one object for several. An optimizer whose modules have no
+    gradient at all is not stepped: its weight decay would move them without any signal. Errors call module j `name j`.
     """
-    optimizers = list(dict.fromkeys(agents.optimizers))
-    for optimizer in optimizers:
+    distinct = list(dict.fromkeys(optimizers))
+    for optimizer in distinct:
         optimizer.zero_grad(set_to_none=True)
     backward()
-    norms = [gradient_norm(model) for model in agents.models]
+    norms = [gradient_norm(module) for module in modules]
     for index, norm in enumerate(norms):
         if not torch.isfinite(norm):
-            raise NonFiniteError(f"agent {index}: the norm of its gradient is {norm.item()}; no weight was changed. Look for a too large learning rate, or float16 weights")
-    moved = dict.fromkeys(optimizer for optimizer, norm in zip(agents.optimizers, norms) if norm > 0)
-    for optimizer in moved:
+            raise NonFiniteError(f"{name} {index}: the norm of its gradient is {norm.item()}; no weight was changed. Look for a too large learning rate, or float16 weights")
+    for optimizer in dict.fromkeys(optimizer for optimizer, norm in zip(optimizers, norms) if norm > 0):
         optimizer.step()
-    for optimizer in optimizers:
+    for optimizer in distinct:
         optimizer.zero_grad(set_to_none=True)
-    return Stats({f"agent_{index}/grad_norm": float(norm) for index, norm in enumerate(norms)} | {"grad_norm": float(sum(norms)) / len(norms)})
+    return [float(norm) for norm in norms]
+
+
+def norm_stats(norms: Sequence[float], name: str = "grad_norm") -> Stats:
+    """`grad_norm`, the mean over agents, and `agent_i/grad_norm`."""
+    return Stats({f"agent_{index}/{name}": norm for index, norm in enumerate(norms)} | {name: sum(norms) / len(norms)})
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
@@ -45,10 +50,10 @@ def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(gradients).cpu().double() if gradients else torch.zeros((), dtype=torch.float64)
 
 # %% ../nbs/50_training/02b_step.ipynb #086154bb
-def guarded(agents: Agents, update: Callable[[], tuple[float, Stats]], skip_nonfinite: bool) -> tuple[float, Stats]:
-    """`update()` in eval mode; a `NonFiniteError` passes through, or with `skip_nonfinite` becomes the metric `nonfinite_skipped`."""
+def guarded(modules: Sequence[torch.nn.Module], update: Callable[[], tuple[float, Stats]], skip_nonfinite: bool) -> tuple[float, Stats]:
+    """`update()` with `modules` in eval mode; a `NonFiniteError` passes through, or with `skip_nonfinite` becomes the metric `nonfinite_skipped`."""
     try:
-        with eval_mode(*agents.models), torch.inference_mode(False), torch.enable_grad():
+        with eval_mode(*modules), torch.inference_mode(False), torch.enable_grad():
             loss, stats = update()
     except NonFiniteError:
         if not skip_nonfinite:

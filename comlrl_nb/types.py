@@ -114,6 +114,16 @@ class Node:
         """Mean processed reward of the joint responses."""
         return sum(joint.reward for joint in self.joints) / len(self.joints)
 
+    @property
+    def env_steps(self) -> int:
+        """Joint responses judged in this node."""
+        return len(self.joints)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled in this node by all agents."""
+        return sum(len(completion.token_ids) for generation in self.generations for completion in generation.completions)
+
     def walk(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
         yield self

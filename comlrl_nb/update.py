@@ -14,7 +14,7 @@ from .agents import Agents
 from .logprobs import completion_logprobs
 from .losses import NonFiniteError, madpo_loss, require_finite
 from .scoring import GRAPH_TOKENS, CompletionTable, split_table, table_of
-from .step import gradient_step, guarded
+from .step import gradient_step, guarded, norm_stats
 from .types import PreferencePair, Stats
 
 # %% auto #0
@@ -100,7 +100,7 @@ def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, s
     if not pairs:
         return 0.0, Stats()
     scorers = [Scorer(agents, index, pairs, score_last_token, budget) for index in range(len(agents))]
-    return guarded(agents, lambda: _step_on(agents, scorers, pairs, beta, reference), skip_nonfinite)
+    return guarded(agents.modules, lambda: _step_on(agents, scorers, pairs, beta, reference), skip_nonfinite)
 
 
 def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[PreferencePair], beta: float, reference: torch.Tensor | None) -> tuple[float, Stats]:
@@ -110,7 +110,7 @@ def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[Preferen
     margins.requires_grad_(True)
     loss, numbers = madpo_loss(margins, beta, reference)
     gradient, = torch.autograd.grad(loss, margins)
-    norms = gradient_step(agents, lambda: agents.each(lambda index: scorers[index].backward(gradient[index])))
+    norms = norm_stats(gradient_step(agents.modules, agents.optimizers, lambda: agents.each(lambda index: scorers[index].backward(gradient[index]))))
     moved = margins.detach() if reference is None else margins.detach() - reference
     tokens = sum(len(ids) for scorer in scorers for ids in scorer.table.completions)
     return loss.item(), Stats({"loss": loss.item(), "scored_tokens": tokens, **numbers, **norms, **_per_agent(moved, forward), **pair_stats(pairs)})

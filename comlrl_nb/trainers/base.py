@@ -43,7 +43,7 @@ class TrainerAttributes:
         self.critics: list[torch.nn.Module] = []
         self.critic_optimizers: list[torch.optim.Optimizer] = []
 
-    agents = property(lambda self: self.team.models, doc="The models, in agent order (one when one actor writes for all).")
+    agents = property(lambda self: self.team.modules, doc="The models, in agent order (one when one actor writes for all), with their value heads where they have some.")
     num_agents = property(lambda self: len(self.team), doc="The number of models: one per role, or 1 when one actor writes for all.")
     tokenizers = property(lambda self: [actor.tokenizer for actor in self.team.actors], doc="One tokenizer per model.")
     tokenizer = property(lambda self: self.tokenizers[0], doc="The first model's tokenizer.")
@@ -156,7 +156,7 @@ class TrainerBase(TrainerAttributes):
         """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer; `from_pretrained` reads them back."""
         for index, actor in enumerate(self.team.actors):
             folder = Path(output_dir) / f"agent_{index}"
-            unwrap_model(actor.model).save_pretrained(folder)
+            unwrap_model(actor.module).save_pretrained(folder)
             actor.tokenizer.save_pretrained(folder)
         for sink in self.sinks:
             sink.finish()

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...credit import CreditRule, credited
+from ...fresh_batches import Filling, FreshBatches, minibatches
 from ...history import History
 from ...items import as_row
 from ...loop import Batch, Once, Source, train_batches
-from ...node_batches import NodeBatches
 from ...plan import Plan
 from ...policy_update import policy_update
 from ...reference_penalty import kl_stats, with_reference_kl
@@ -27,7 +27,7 @@ from ...types import Node, Stats
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['MAGRPOTrainer', 'play', 'node_batches', 'train_source', 'MAREINFORCETrainer', 'MARLOOTrainer', 'MAReMaxTrainer']
+__all__ = ['MAGRPOTrainer', 'play', 'loose', 'filling', 'train_source', 'MAREINFORCETrainer', 'MARLOOTrainer', 'MAReMaxTrainer']
 
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #b70b4520
 class MAGRPOTrainer(TrainerBase):
@@ -49,7 +49,7 @@ class MAGRPOTrainer(TrainerBase):
         setup = prepare(args, inputs, with_references=args.reference_kl_enabled, extra_streams=("batches",))
         super().__init__(setup, callbacks, wandb_config)
         self.rule = CreditRule(args.discount, args.advantage_mode, args.advantage_normalization, args.reference_kl_coef)
-        self.source: NodeBatches | None = None
+        self.source: FreshBatches | None = None
         if args.reference_kl_enabled:
             self.reference_models = clone_reference_models(self.agents, devices=setup.placement.references)
 
@@ -70,8 +70,8 @@ class MAGRPOTrainer(TrainerBase):
             return Stats()
         with self.watched():
             started = time.perf_counter()
-            nodes = [replace(node, children=()) for tree in play(self, rows, 0) for node in tree.walk()]
-            batch = Batch(nodes, 0, 0, len(rows), len(rows), sum(len(node.joints) for node in nodes), Stats({"seconds/rollout": time.perf_counter() - started}))
+            nodes = loose(play(self, rows, 0))
+            batch = Batch(nodes, 0, 0, len(rows), len(rows), sum(node.env_steps for node in nodes), Stats({"seconds/rollout": time.perf_counter() - started}))
             return train_source(self, Once(batch), eval_interval=0)
 
     def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
@@ -84,7 +84,7 @@ class MAGRPOTrainer(TrainerBase):
                            checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
         if self.source is None:
-            self.source = node_batches(self)
+            self.source = FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
         with self.watched(), self.team.generating_with(generation):
             train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
@@ -104,11 +104,16 @@ def play(trainer: MAGRPOTrainer, rows: Sequence[Mapping[str, Any]], first_index:
     return trees
 
 
-def node_batches(trainer: MAGRPOTrainer) -> NodeBatches:
-    """The supply of training: the buffer is filled, cut into minibatches and used up, epoch by epoch."""
-    args = trainer.args
-    return NodeBatches(trainer.setup.train, lambda rows, first_index: play(trainer, rows, first_index), nodes_per_item=trainer.plan().nodes_per_item,
-                       capacity=args.rollout_buffer_size, batch_size=args.train_batch_size, epochs=args.num_train_epochs, stream=trainer.setup.streams["batches"])
+def loose(trees: Sequence[Node]) -> list[Node]:
+    """All nodes of the trees, parents first, each for itself."""
+    return [replace(node, children=()) for tree in trees for node in tree.walk()]
+
+
+def filling(trainer: MAGRPOTrainer) -> Filling:
+    """How training fills its buffer of `rollout_buffer_size` nodes and cuts it into minibatches of `train_batch_size`."""
+    args, stream = trainer.args, trainer.setup.streams["batches"]
+    return Filling(collect=lambda rows, first_index: loose(play(trainer, rows, first_index)), per_item=trainer.plan().nodes_per_item,
+                   prepare=lambda nodes: minibatches(nodes, args.train_batch_size, stream), capacity=args.rollout_buffer_size)
 
 
 def train_source(trainer: MAGRPOTrainer, source: Source, eval_interval: int) -> Stats:
