@@ -47,16 +47,16 @@ class Actor:
         return self.tokenizer.pad_token_id
 
 # %% ../nbs/50_training/02_agents.ipynb #1295110e
-def require_trainable(models: Sequence[nn.Module]) -> None:
-    """Raise when a model has no parameter that could be trained."""
+def require_trainable(models: Sequence[nn.Module], kind: str = "agents") -> None:
+    """Raise when a model has no parameter that could be trained; `kind` is the argument they came from."""
     for index, model in enumerate(models):
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"agents[{index}]: no parameter of {type(model).__name__} requires a gradient; call model.requires_grad_(True), or unfreeze some of them")
+            raise ValueError(f"{kind}[{index}]: no parameter of {type(model).__name__} requires a gradient; call model.requires_grad_(True), or unfreeze some of them")
 
 
-def build_optimizers(models: Sequence[nn.Module], learning_rate: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(models: Sequence[nn.Module], learning_rate: float, kind: str = "agents") -> list[torch.optim.Optimizer]:
     """One AdamW per agent, in agent order; agents without parameters of their own get the optimizer of the first agent they share with."""
-    require_trainable(models)
+    require_trainable(models, kind)
     owner: dict[nn.Parameter, torch.optim.Optimizer] = {}
     optimizers = []
     for model in models:

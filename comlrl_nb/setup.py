@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .agents import Actor, Agents, require_trainable, stream_names
-from .config import Collaboration, Pairing
+from .config import Collaboration, CriticTraining, Pairing
 from .evaluation import Evaluation
 from .generation import Sampling
 from .items import Items
@@ -24,7 +24,7 @@ from .utils.reward_utils import RewardFunction
 from .utils.tokenizer_utils import eos_ids
 
 # %% auto #0
-__all__ = ['NUM_AGENTS', 'DefaultCount', 'is_central', 'resolve_args', 'Setup', 'Inputs', 'build_roles', 'build_reward',
+__all__ = ['NUM_AGENTS', 'Owners', 'DefaultCount', 'is_central', 'resolve_args', 'Setup', 'Inputs', 'build_roles', 'build_reward',
            'load_team', 'prepare']
 
 # %% ../nbs/50_training/06_setup.ipynb #d9d781fd
@@ -112,24 +112,33 @@ def build_reward(args: Any, inputs: Inputs, columns: Sequence[str], per_agent: b
     return RewardFunction(inputs.reward_func, num_agents=args.num_agents, columns=columns, processor=inputs.reward_processor, per_agent=per_agent)
 
 
-def load_team(args: Any, plan: Any, placement: Placement, streams: Mapping[str, RandomStream]) -> tuple[Agents, str | None]:
-    """Load the planned models, move each to its device and make the team."""
+Owners = Callable[[Sequence[Any], Sequence[str | None]], list[Any]]
+
+
+def load_team(args: Any, plan: Any, placement: Placement, streams: Mapping[str, RandomStream], owners: Owners | None = None) -> tuple[Agents, str | None]:
+    """Load the planned models, move each to its device and make the team; `owners(models, names)` wraps each model, say with a value head."""
     loaded = load_planned(plan, placement.agents)
-    actors = [Actor(model, tokenizer, device, eos_ids(model, tokenizer))
-              for model, tokenizer, device in zip(loaded.models, loaded.tokenizers, placement.agents)]
+    wrapped = [None] * len(loaded.models) if owners is None else owners(loaded.models, loaded.names)
+    actors = [Actor(model if owner is None else owner.model, tokenizer, device, eos_ids(model, tokenizer), owner)
+              for model, owner, tokenizer, device in zip(loaded.models, wrapped, loaded.tokenizers, placement.agents)]
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.top_k)
     return Agents(actors, sampling, streams, args.agent_learning_rate, args.max_prompt_length), loaded.model_name
 
 # %% ../nbs/50_training/06_setup.ipynb #ec174240
-def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_references: bool = False, extra_streams: Sequence[str] = ()) -> Setup:
-    """Check everything, then load. Nothing is loaded when anything is wrong; every error names its field."""
+def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_references: bool = False, extra_streams: Sequence[str] = (),
+            num_critics: int = 0, owners: Callable[[Mapping[str, RandomStream]], Owners] | None = None) -> Setup:
+    """Check everything, then load. Nothing is loaded when anything is wrong; every error names its field.
+
+    `num_critics` models get devices too; `owners(streams)` gives what wraps the loaded agents.
+    """
     turns = Turns(args.num_turns, inputs.external_transition, isinstance(args, Pairing) and args.joint_mode == "cross", args.external_prompt_passthrough,
                   args.early_termination_threshold)
     num_actors = 1 if is_central(args) else args.num_agents
     plan = plan_agents(agent_model=inputs.agent_model, agents=inputs.agents, num_agents=num_actors, tokenizer=inputs.tokenizer, model_config=inputs.model_config)
     if not plan.by_name:
         require_trainable(plan.sources)
-    placement = place(num_actors, parallel_training=args.parallel_training, agent_devices=args.agent_devices)
+    critic_devices = args.critic_devices if isinstance(args, CriticTraining) and num_critics else None
+    placement = place(num_actors, parallel_training=args.parallel_training, agent_devices=args.agent_devices, num_critics=num_critics, critic_devices=critic_devices)
     if with_references:
         placement = replace(placement, references=follow(args.reference_devices, placement.agents, "reference_devices"))
     roles = build_roles(args, inputs)
@@ -138,5 +147,5 @@ def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_
     held_out = Items(inputs.eval_dataset, "eval_dataset")
     reward = build_reward(args, inputs, tuple(dict.fromkeys((*train.columns, *held_out.columns))), per_agent_rewards)
     evaluation = Evaluation(roles, reward, turns, inputs.eval_logger, inputs.eval_aggregator)
-    team, name = load_team(args, plan, placement, streams)
+    team, name = load_team(args, plan, placement, streams, None if owners is None else owners(streams))
     return Setup(args, team, roles, reward, turns, train, held_out, evaluation, streams, placement, name)

@@ -18,11 +18,11 @@ __all__ = ['gradient_step', 'norm_stats', 'gradient_norm', 'guarded']
 
 # %% ../nbs/50_training/02b_step.ipynb #f7c1ea01
 def gradient_step(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], backward: Callable[[], None],
-                  name: str = "agent") -> list[float]:
+                  names: Sequence[str] | None = None) -> list[float]:
     """Zero the gradients, run `backward`, check every module's gradient norm, step each optimizer once; returns the norms.
 
     `optimizers[j]` holds the parameters of `modules[j]`, and may be one object for several. An optimizer whose modules have no
-    gradient at all is not stepped: its weight decay would move them without any signal. Errors call module j `name j`.
+    gradient at all is not stepped: its weight decay would move them without any signal. Errors call module j `names[j]`, or `agent j`.
     """
     distinct = list(dict.fromkeys(optimizers))
     for optimizer in distinct:
@@ -31,7 +31,7 @@ def gradient_step(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch
     norms = [gradient_norm(module) for module in modules]
     for index, norm in enumerate(norms):
         if not torch.isfinite(norm):
-            raise NonFiniteError(f"{name} {index}: the norm of its gradient is {norm.item()}; no weight was changed. Look for a too large learning rate, or float16 weights")
+            raise NonFiniteError(f"{names[index] if names else f'agent {index}'}: the norm of its gradient is {norm.item()}; no weight was changed. Look for a too large learning rate, or float16 weights")
     for optimizer in dict.fromkeys(optimizer for optimizer, norm in zip(optimizers, norms) if norm > 0):
         optimizer.step()
     for optimizer in distinct:

@@ -22,7 +22,7 @@ from .loading import load_model
 
 # %% auto #0
 __all__ = ['HEAD_FILE', 'ValueHead', 'ActorCriticOutput', 'hidden_size_of', 'CausalLMWithValueHead', 'saved_hidden_dim',
-           'text_values']
+           'with_value_head', 'text_values']
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #e65ea49b
 class ValueHead(nn.Module):
@@ -105,8 +105,11 @@ class CausalLMWithValueHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike, value_head_hidden_dim: int | None = None, attach_value_head: bool = True,
-                        **model_kwargs: Any) -> CausalLMWithValueHead:
-        """Read back what `save_pretrained` wrote; a folder without a head gets a new one, with a warning."""
+                        language_model: nn.Module | None = None, **model_kwargs: Any) -> CausalLMWithValueHead:
+        """Read back what `save_pretrained` wrote; a folder without a head gets a new one, with a warning.
+
+        `language_model` is the folder's model where it is already loaded.
+        """
         file = Path(folder) / HEAD_FILE
         saved = load_file(file) if attach_value_head and file.exists() else None
         if attach_value_head and saved is None:
@@ -114,7 +117,7 @@ class CausalLMWithValueHead(nn.Module):
         size = value_head_hidden_dim if saved is None else saved_hidden_dim(saved)
         if value_head_hidden_dim is not None and size != value_head_hidden_dim:
             raise ValueError(f"value_head_hidden_dim={value_head_hidden_dim}: the head saved in {os.fspath(folder)} has {size}; leave it None")
-        model = cls(load_model(os.fspath(folder), model_kwargs), size, attach_value_head)
+        model = cls(language_model or load_model(os.fspath(folder), model_kwargs), size, attach_value_head)
         if saved is not None:
             model.value_head.load_state_dict(saved)
         return model
@@ -123,6 +126,15 @@ class CausalLMWithValueHead(nn.Module):
 def saved_hidden_dim(head: dict[str, Tensor]) -> int | None:
     """The hidden size of a saved head, None for a linear one."""
     return head["hidden.weight"].shape[0] if "hidden.weight" in head else None
+
+# %% ../../nbs/20_models/05_actor_critic.ipynb #817ff350
+def with_value_head(model: nn.Module, name: str | None = None, hidden_dim: int | None = None) -> CausalLMWithValueHead:
+    """`model` with the head saved in its folder `name`, or with a new one; a model that has a head already is returned as it is."""
+    if isinstance(model, CausalLMWithValueHead):
+        return model
+    if name is None or not (Path(name) / HEAD_FILE).exists():
+        return CausalLMWithValueHead(model, hidden_dim)
+    return CausalLMWithValueHead.from_pretrained(name, hidden_dim, language_model=model)
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #8f41115d
 def _last_hidden(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:

@@ -4,6 +4,10 @@ from importlib import import_module
 _HOME = {
     "IACConfig": "comlrl_nb.trainers.configs",
     "MAACConfig": "comlrl_nb.trainers.configs",
+    "ActorCriticTrainerBase": "comlrl_nb.trainers.actor_critic.ac_base",
+    "IACTrainer": "comlrl_nb.trainers.actor_critic.iac",
+    "MAACTrainer": "comlrl_nb.trainers.actor_critic.maac",
+    "RolloutSample": "comlrl_nb.trainers.actor_critic.ac_base",
 }
 __all__ = list(_HOME)
 
