@@ -72,7 +72,8 @@ def test_constructor(key):
         assert name in parameters, name
         assert parameters[name].default == default or name in CHANGED, f"{name}: {parameters[name].default!r} is not {default!r}"
     ours = [name for name, p in parameters.items() if name != "self" and p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert ours == [name for name in theirs if name in ours], "the order of what may be given by position"
+    anything = set(SURFACE[key]["init"]) == OURS  # theirs takes whatever its subclasses take
+    assert anything or ours == [name for name in theirs if name in ours], "the order of what may be given by position"
 
 
 def test_default_number_of_agents_reads_as_two():
@@ -84,7 +85,7 @@ METHODS = [(key, name) for key in FOUND for name in SURFACE[key].get("public", (
 
 
 def marked(key, name):
-    later = key in TRAINERS and name in CHECKPOINTS
+    later = "Trainer" in key and name in CHECKPOINTS
     return pytest.param(key, name, marks=[pytest.mark.xfail(strict=True, reason="checkpoints are not built yet")] if later else [])
 
 
