@@ -100,7 +100,7 @@ def play(trainer: MAGRPOTrainer, rows: Sequence[Mapping[str, Any]], first_index:
         if trainer.args.reference_kl_enabled:
             trees = with_reference_kl(trainer.team, trainer.reference_models, trees)
         trees = [credited(tree, trainer.rule) for tree in trees]
-    trainer.run.events.on_nodes(purpose, trees)
+        trainer.run.events.on_nodes(purpose, trees)
     return trees
 
 
