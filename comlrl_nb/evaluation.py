@@ -19,11 +19,12 @@ __all__ = ['Evaluation', 'path_stats']
 # %% ../nbs/50_training/04_evaluation.ipynb #7a5b0dd5
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation on items: `roles`, `reward`, `turns` and optional `logger` and `aggregator` are fixed, the team is given each time."""
+    """An evaluation on items: `roles`, `reward`, `turns` and optional `logger` and `aggregator` are fixed, the team is given each time; `also` are a trainer's own metrics of the nodes."""
 
     roles: Roles
     reward: RewardFunction
     turns: Turns = ONE_TURN
+    also: tuple[Callable[[Sequence[Node]], Mapping[str, float]], ...] = ()
     logger: Callable[..., Any] | None = None
     aggregator: Callable[..., Mapping[str, float]] | None = None
 
@@ -44,7 +45,8 @@ class Evaluation:
         if not nodes:
             return Stats(), nodes
         paths = [list(node.walk()) for node in nodes]
-        stats = Stats({**self._own(paths), **text_stats([node for path in paths for node in path]), **path_stats(paths)})
+        more = {name: value for metrics in self.also for name, value in metrics(nodes).items()}
+        stats = Stats({**self._own(paths), **more, **text_stats([node for path in paths for node in path]), **path_stats(paths)})
         return stats.prefixed("eval/"), nodes
 
     def _own(self, paths: Sequence[Sequence[Node]]) -> Mapping[str, float]:

@@ -146,6 +146,6 @@ def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_
     train = Items(inputs.train_dataset, "train_dataset", args.shuffle, streams["data"])
     held_out = Items(inputs.eval_dataset, "eval_dataset")
     reward = build_reward(args, inputs, tuple(dict.fromkeys((*train.columns, *held_out.columns))), per_agent_rewards)
-    evaluation = Evaluation(roles, reward, turns, inputs.eval_logger, inputs.eval_aggregator)
+    evaluation = Evaluation(roles, reward, turns, logger=inputs.eval_logger, aggregator=inputs.eval_aggregator)
     team, name = load_team(args, plan, placement, streams, None if owners is None else owners(streams))
     return Setup(args, team, roles, reward, turns, train, held_out, evaluation, streams, placement, name)

@@ -22,7 +22,7 @@ from .loading import load_model
 
 # %% auto #0
 __all__ = ['HEAD_FILE', 'ValueHead', 'ActorCriticOutput', 'hidden_size_of', 'CausalLMWithValueHead', 'saved_hidden_dim',
-           'with_value_head', 'text_values']
+           'with_value_head', 'last_states', 'text_values']
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #e65ea49b
 class ValueHead(nn.Module):
@@ -145,24 +145,31 @@ def _last_hidden(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     return run_model(body, ids, mask, position_ids=position_ids(mask), use_cache=False).last_hidden_state
 
 
-def text_values(critic: CausalLMWithValueHead, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
-    """The value `[M]` after the last token of each of M token sequences; float32, or float64 for float64 models. Gradients flow.
+def last_states(model: nn.Module, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
+    """The last hidden state `[M, H]` after the last token of each of M token sequences; each distinct one is run once. Gradients flow.
 
-    `pad_id` is any valid id. ValueError for a text without tokens or a model without a head.
+    `pad_id` is any valid id. ValueError for a text without tokens.
     """
-    if critic.value_head is None:
-        raise ValueError(f"{type(critic.model).__name__} has no value head: wrap it with attach_value_head=True")
     unique, place = distinct([tuple(ids) for ids in texts])
     if not all(unique):
-        raise ValueError("a text without tokens has no value: a critic needs something to read")
-    device = next(critic.parameters()).device
+        raise ValueError("a text without tokens has no value: there must be something to read")
+    device = next(model.parameters()).device
     parts, order = [], []
     for group in length_groups([len(ids) for ids in unique], PADDING_BUDGET.get(device.type, 4096)):
         ids, mask = pad_right([unique[index] for index in group], pad_id, device)
-        hidden = _last_hidden(critic.model, ids, mask)
         last = torch.tensor([len(unique[index]) - 1 for index in group], device=device)
-        parts.append(critic.value_head(hidden[torch.arange(len(group), device=device), last])[:, 0])
+        parts.append(_last_hidden(model, ids, mask)[torch.arange(len(group), device=device), last])
         order += group
-    values = torch.cat(parts) if parts else torch.zeros(0, device=device)
-    values = values if values.dtype == torch.float64 else values.float()
-    return values[torch.tensor(order, device=device, dtype=torch.long).argsort()][torch.tensor(place, device=device, dtype=torch.long)]
+    states = torch.cat(parts) if parts else torch.zeros(0, hidden_size_of(model), device=device)
+    return states[torch.tensor(order, device=device, dtype=torch.long).argsort()][torch.tensor(place, device=device, dtype=torch.long)]
+
+
+def text_values(critic: CausalLMWithValueHead, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
+    """The value `[M]` after the last token of each of M token sequences; float32, or float64 for float64 models. Gradients flow.
+
+    ValueError for a text without tokens or a model without a head.
+    """
+    if critic.value_head is None:
+        raise ValueError(f"{type(critic.model).__name__} has no value head: wrap it with attach_value_head=True")
+    values = critic.value_head(last_states(critic.model, texts, pad_id))[:, 0]
+    return values if values.dtype == torch.float64 else values.float()

@@ -138,14 +138,9 @@ class TrainerBase(TrainerAttributes):
         started = time.perf_counter()
         with self.watched(), rewound_on_error(self.setup.streams.values()):
             stats, nodes = self.setup.evaluation.run(self.team, self.setup.eval.first(count), self.args.eval_batch_size)
-            stats = Stats({**stats, **self.eval_metrics(nodes)})
             self.run.events.on_nodes("eval", nodes)
             self.run.note("eval", {**stats, "seconds/evaluate": time.perf_counter() - started})
         return stats
-
-    def eval_metrics(self, nodes: Sequence[Node]) -> Mapping[str, float]:
-        """Further metrics of an evaluation, from its nodes; none unless a trainer has some."""
-        return {}
 
     def get_train_dataloader(self) -> DataLoader:
         """The training rows one by one, in the dataset's order."""

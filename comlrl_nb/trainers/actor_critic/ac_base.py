@@ -114,7 +114,14 @@ class ActorCriticTrainerBase(TrainerBase):
             raise ValueError(f"metrics_callback: None or a callable is needed, got {metrics_callback!r}")
         setup = prepare(args, inputs, per_agent_rewards=True, with_references=args.reference_kl_enabled, extra_streams=("batches", "heads"),
                         num_critics=self.num_critics(args), owners=lambda streams: actor_owners(self.heads_on_actors, self.head_size(args), streams["heads"]))
+        self._begin(setup, wandb_config, metrics_callback, callbacks)
+
+    def _begin(self, setup: Setup, wandb_config: Any, metrics_callback: Any, callbacks: Any) -> None:
+        """Go on from a team that is checked and loaded."""
+        if metrics_callback is not None:
+            setup = replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.callback_metrics)))
         super().__init__(setup, callbacks, wandb_config)
+        args = setup.args
         self.metrics_callback, self.source = metrics_callback, None
         self.critic_group = self.make_critics(setup)
         self.critics = [] if self.heads_on_actors else self.critic_group.models
@@ -180,10 +187,9 @@ class ActorCriticTrainerBase(TrainerBase):
         self.source = None
         return self.history
 
-    def eval_metrics(self, nodes: Sequence[Node]) -> Mapping[str, float]:
-        if self.metrics_callback is None:
-            return {}
-        return Stats.mean(scalars(self.metrics_callback(rollout_samples(self, samples))) for samples in judged(self, nodes)).prefixed("eval/")
+    def callback_metrics(self, nodes: Sequence[Node]) -> Stats:
+        """What the metrics callback says about played items, the mean over items."""
+        return Stats.mean(scalars(self.metrics_callback(rollout_samples(self, samples))) for samples in judged(self, nodes))
 
 
 def actor_owners(heads: bool, hidden_dim: int | None, stream: RandomStream) -> Callable[[Sequence[Any], Sequence[str | None]], list[CausalLMWithValueHead]]:

@@ -19,7 +19,7 @@ from ...plan import Plan
 from ...policy_update import policy_update
 from ...reference_penalty import kl_stats, with_reference_kl
 from ...rollout import node_stats, rollout
-from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
+from ...setup import NUM_AGENTS, Inputs, Setup, prepare, resolve_args
 from ...streams import rewound_on_error
 from ..base import TrainerBase, check_count, check_watchers, refuse_checkpoints
 from ..configs import MAGRPOConfig, MAREINFORCEConfig, MARLOOConfig, MAReMaxConfig
@@ -47,7 +47,12 @@ class MAGRPOTrainer(TrainerBase):
         args = resolve_args(args, self.config_class, num_agents, inputs.agents)
         check_watchers(callbacks, wandb_config)
         setup = prepare(args, inputs, with_references=args.reference_kl_enabled, extra_streams=("batches",))
+        self._begin(setup, wandb_config, callbacks)
+
+    def _begin(self, setup: Setup, wandb_config: Any, callbacks: Any) -> None:
+        """Go on from a team that is checked and loaded."""
         super().__init__(setup, callbacks, wandb_config)
+        args = setup.args
         self.rule = CreditRule(args.discount, args.advantage_mode, args.advantage_normalization, args.reference_kl_coef)
         self.source: FreshBatches | None = None
         if args.reference_kl_enabled:
