@@ -5,15 +5,20 @@
 # %% ../nbs/40_preference/00_preferences.ipynb #5bd9db8e
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .pairs import decided_pairs, select_pairs
+from .prompts import encode_prompt, encode_text_completion
 from .types import Completion, Node, PreferencePair, Prompt, Stats
 
 # %% auto #0
-__all__ = ['REQUIRED_KEYS', 'pairs_of', 'same_tokens', 'pair_of', 'to_record', 'from_record']
+__all__ = ['REQUIRED_KEYS', 'TOKEN_KEYS', 'pairs_of', 'told_apart', 'pairs_left_out', 'same_tokens', 'pair_of', 'to_record',
+           'is_number', 'check_record', 'ids_of', 'finished_of', 'has_ids', 'recorded', 'own_ids', 'encoded',
+           'from_record']
 
 # %% ../nbs/40_preference/00_preferences.ipynb #0790b8ca
 def pairs_of(node: Node, mode: str, limit: int | None, rng: random.Random) -> tuple[list[PreferencePair], Stats]:
@@ -21,12 +26,24 @@ def pairs_of(node: Node, mode: str, limit: int | None, rng: random.Random) -> tu
 
     `mode` is a `pair_selection`, `limit` the most pairs kept (None: all of them), `rng` decides the order of `random`.
     """
-    decided = decided_pairs([joint.reward for joint in node.joints])
-    distinct = [(w, l) for w, l in decided if not same_tokens(node, w, l)]
+    decided, distinct = told_apart(node)
     chosen = select_pairs(distinct, [joint.reward for joint in node.joints], mode, limit, rng)
     total = len(node.joints) * (len(node.joints) - 1) // 2
     stats = Stats(pairs=len(chosen), tied_pairs=total - len(decided), identical_pairs=len(decided) - len(distinct))
     return [pair_of(node, winner, loser) for winner, loser in chosen], stats
+
+
+def told_apart(node: Node) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The decided pairs (winner, loser) of a node, and those of them whose two sides are not the same tokens."""
+    decided = decided_pairs([joint.reward for joint in node.joints])
+    return decided, [(w, l) for w, l in decided if not same_tokens(node, w, l)]
+
+
+def pairs_left_out(node: Node, chosen: Sequence[PreferencePair], limit: int, rng: random.Random) -> list[PreferencePair]:
+    """At most `limit` decided pairs of a node that are not among the `chosen` ones, at random: a test set for what learns from those."""
+    used = {(pair.winner, pair.loser) for pair in chosen}
+    others = [pair for pair in (pair_of(node, *one) for one in told_apart(node)[1]) if (pair.winner, pair.loser) not in used]
+    return rng.sample(others, min(limit, len(others)))
 
 
 def same_tokens(node: Node, first: int, second: int) -> bool:
@@ -58,22 +75,103 @@ def to_record(pair: PreferencePair) -> dict[str, Any]:
 
 # %% ../nbs/40_preference/00_preferences.ipynb #64127641
 REQUIRED_KEYS = ("prompts", "winner_completions", "loser_completions", "winner_reward", "loser_reward", "candidate_reward_mean")
+TOKEN_KEYS = ("prompt_token_ids", "winner_tokens", "loser_tokens")
 
 
-def _completions(texts: Sequence[str], tokens: Mapping[str, list]) -> tuple[Completion, ...]:
-    return tuple(Completion(text, tuple(ids), finished) for text, ids, finished in zip(texts, tokens["ids"], tokens["finished"], strict=True))
+def is_number(value: Any) -> bool:
+    """True for a finite int or float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def from_record(record: Mapping[str, Any]) -> PreferencePair:
-    """The pair of a record that carries token ids; unknown keys are ignored, missing ones named."""
-    missing = [key for key in (*REQUIRED_KEYS, "prompt_token_ids", "winner_tokens", "loser_tokens") if key not in record]
+def check_record(record: Any) -> None:
+    """Raise `ValueError` unless the part of a record that people read is complete: one text per actor in each list, numbers as rewards."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"preference record: expected a mapping, got {type(record).__name__}")
+    missing = [key for key in REQUIRED_KEYS if key not in record]
     if missing:
         raise ValueError(f"preference record: the keys {missing} are missing")
+    for key in REQUIRED_KEYS[:3]:
+        texts, actors = record[key], record["prompts"]
+        if not isinstance(texts, list) or not texts or len(texts) != len(actors) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"preference record: {key} must be a list of texts, one per actor, got {texts!r}")
+    for key in REQUIRED_KEYS[3:]:
+        if not is_number(record[key]):
+            raise ValueError(f"preference record: {key} must be a number, got {record[key]!r}")
+
+# %% ../nbs/40_preference/00_preferences.ipynb #c8b44412
+def ids_of(record: Mapping[str, Any], key: str) -> list[tuple[int, ...]]:
+    """One tuple of ids per actor from the `key` of a record."""
+    rows = record[key]["ids"] if isinstance(record[key], Mapping) else record[key]
+    if not isinstance(rows, list) or len(rows) != len(record["prompts"]):
+        raise ValueError(f"preference record: {key} must hold one list of ids per actor, got {rows!r}")
+    if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
+        raise ValueError(f"preference record: {key} must hold lists of integers, got {rows!r}")
+    return [tuple(row) for row in rows]
+
+
+def finished_of(record: Mapping[str, Any], key: str) -> list[bool]:
+    """One flag per actor: False for a completion that is known to be cut off."""
+    tokens = record.get(key)
+    flags = tokens["finished"] if isinstance(tokens, Mapping) and "finished" in tokens else [True] * len(record["prompts"])
+    if not isinstance(flags, list) or len(flags) != len(record["prompts"]) or not all(isinstance(flag, bool) for flag in flags):
+        raise ValueError(f"preference record: {key} must hold one true or false per actor under 'finished', got {flags!r}")
+    return flags
+
+
+def has_ids(record: Mapping[str, Any], key: str) -> bool:
+    """Does the record carry the ids of `key`?"""
+    return record.get(key) is not None and (key == "prompt_token_ids" or isinstance(record[key], Mapping) and "ids" in record[key])
+
+# %% ../nbs/40_preference/00_preferences.ipynb #25b58183
+def recorded(record: Mapping[str, Any]) -> tuple[list[Prompt], list[Completion], list[Completion]]:
+    """Prompts, winner and loser of a record that carries all its ids, as they stand there."""
+    missing = [key for key in TOKEN_KEYS if not has_ids(record, key)]
+    if missing:
+        raise ValueError(f"preference record: the keys {missing} are missing, and without token ids the texts must be encoded: "
+                         "give tokenizers, one per actor")
+    prompts = [Prompt(text, ids) for text, ids in zip(record["prompts"], ids_of(record, "prompt_token_ids"))]
+    sides = ([Completion(*parts) for parts in zip(record[f"{side}_completions"], ids_of(record, f"{side}_tokens"), finished_of(record, f"{side}_tokens"))]
+             for side in ("winner", "loser"))
+    return prompts, *sides
+
+# %% ../nbs/40_preference/00_preferences.ipynb #3ce6da95
+def own_ids(tokenizer: Any, ids: tuple[int, ...] | None, encoded: tuple[int, ...]) -> tuple[int, ...]:
+    """`ids` where they spell the same text as `encoded` in this tokenizer, else `encoded`."""
+    if ids is None or not all(0 <= token < len(tokenizer) for token in ids):
+        return encoded
+    spelt, wanted = (tokenizer.decode(list(row), skip_special_tokens=True) for row in (ids, encoded))
+    return ids if spelt == wanted else encoded
+
+
+def encoded(record: Mapping[str, Any], tokenizers: Sequence[Any]) -> tuple[list[Prompt], list[Completion], list[Completion]]:
+    """Prompts, winner and loser of a record in the tokens of `tokenizers`, one per actor."""
+    if len(tokenizers) != len(record["prompts"]):
+        raise ValueError(f"tokenizers: {len(tokenizers)} given for a preference record of {len(record['prompts'])} actors")
+    known = {key: ids_of(record, key) if has_ids(record, key) else [None] * len(tokenizers) for key in TOKEN_KEYS}
+    prompts = [encode_prompt(tokenizer, text) for tokenizer, text in zip(tokenizers, record["prompts"])]
+    prompts = [replace(prompt, token_ids=own_ids(*row, prompt.token_ids)) for *row, prompt in zip(tokenizers, known["prompt_token_ids"], prompts)]
+    sides = []
+    for side in ("winner", "loser"):
+        key, texts = f"{side}_tokens", record[f"{side}_completions"]
+        made = [encode_text_completion(tokenizer, text, tokenizer.eos_token_id, finished)
+                for tokenizer, text, finished in zip(tokenizers, texts, finished_of(record, key))]
+        sides.append([replace(completion, token_ids=own_ids(*row, completion.token_ids)) for *row, completion in zip(tokenizers, known[key], made)])
+    return prompts, *sides
+
+# %% ../nbs/40_preference/00_preferences.ipynb #b940b799
+def from_record(record: Mapping[str, Any], tokenizers: Sequence[Any] | None = None) -> PreferencePair:
+    """The pair of a record; unknown keys are ignored, whatever is missing or malformed is a `ValueError` that names it.
+
+    Without `tokenizers` the record must carry token ids, which are taken as they stand. With them, one per actor, ids that
+    are missing or another tokenizer's are encoded from the text.
+    """
+    check_record(record)
+    prompts, winner, loser = recorded(record) if tokenizers is None else encoded(record, tokenizers)
     raw = record.get("raw_rewards")
+    if raw is not None and not (isinstance(raw, list) and len(raw) == 2 and all(map(is_number, raw))):
+        raise ValueError(f"preference record: raw_rewards must be two numbers, winner and loser, got {raw!r}")
     return PreferencePair(
-        prompts=tuple(Prompt(text, tuple(ids)) for text, ids in zip(record["prompts"], record["prompt_token_ids"], strict=True)),
-        winner=_completions(record["winner_completions"], record["winner_tokens"]),
-        loser=_completions(record["loser_completions"], record["loser_tokens"]),
+        prompts=tuple(prompts), winner=tuple(winner), loser=tuple(loser),
         winner_reward=record["winner_reward"], loser_reward=record["loser_reward"], candidate_reward_mean=record["candidate_reward_mean"],
         raw_rewards=None if raw is None else (raw[0], raw[1]),
         target_raw_reward=record.get("target_raw_reward"), comparator_raw_reward=record.get("comparator_raw_reward"))
