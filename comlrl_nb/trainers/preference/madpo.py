@@ -5,45 +5,26 @@
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #aaecddcd
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...history import History
-from ...items import as_row
 from ...loop import ShuffledEpochs, train_batches
-from ...preferences import pairs_of
-from ...rollout import node_stats, rollout
 from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
 from ...streams import rewound_on_error
 from ..base import TrainerBase, check_count, check_watchers, refuse_checkpoints
+from ..collecting import check_pairs, collect_pairs
 from ..configs import MADPOConfig
 from ...types import PreferencePair, Stats
 from ...update import madpo_update, reference_margins
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['ROWS_PER_CALL', 'batches_of', 'MADPOTrainer', 'steps_per_pair', 'check_pairs', 'pair_batches', 'train_source',
-           'last_token', 'collect_pairs', 'collection_stats']
+__all__ = ['MADPOTrainer', 'steps_per_pair', 'pair_batches', 'train_source', 'last_token']
 
-# %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
-ROWS_PER_CALL = 1024  # between two reports of progress; what one call of `generate` takes is bounded in tokens
-
-
-def batches_of(items: Iterable[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Lists of up to `size` items, in order."""
-    batch: list[Mapping[str, Any]] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-# %% ../../../nbs/60_trainers/10_madpo.ipynb #8b29d917
+# %% ../../../nbs/60_trainers/10_madpo.ipynb #1966432c
 class MADPOTrainer(TrainerBase):
     """Trains the agents on preference pairs of their own joint responses. One turn, aligned candidates."""
 
@@ -68,7 +49,7 @@ class MADPOTrainer(TrainerBase):
 
     def collect(self, items: Iterable[Mapping[str, Any]] | None = None) -> list[PreferencePair]:
         """Sample, score and pair up the joint responses of `items` (None: the training dataset). Nothing is updated."""
-        return collect_pairs(self, items)
+        return collect_pairs(self, items).pairs
 
     def train_on(self, pairs: Sequence[PreferencePair], epochs: int | None = None) -> Stats:
         """Update on `pairs`: `epochs` (None: `num_train_epochs`) passes in batches of `train_batch_size`; returns mean metrics."""
@@ -103,22 +84,10 @@ class MADPOTrainer(TrainerBase):
         self.source = None
         return self.history
 
-# %% ../../../nbs/60_trainers/10_madpo.ipynb #43f380f8
+# %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
 def steps_per_pair(args: MADPOConfig) -> int:
     """What a pair counts on the `env_step` axis."""
     return args.environment_steps_per_pair if args.use_environment_step else 0
-
-
-def check_pairs(pairs: Any, num_actors: int) -> None:
-    """Raise unless `pairs` is a list of pairs with one prompt and one completion per side for each actor."""
-    if not isinstance(pairs, (list, tuple)):
-        raise ValueError(f"pairs: a list of PreferencePair is needed, got {type(pairs).__name__}")
-    for place, pair in enumerate(pairs):
-        if not isinstance(pair, PreferencePair):
-            raise ValueError(f"pairs[{place}]: a PreferencePair is needed, got {type(pair).__name__}")
-        sizes = {len(pair.prompts), len(pair.winner), len(pair.loser)}
-        if sizes != {num_actors}:
-            raise ValueError(f"pairs[{place}]: it is a pair of {len(pair.prompts)} actors, this team has {num_actors}")
 
 
 def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs: int, batch_size: int | None = None) -> ShuffledEpochs:
@@ -148,34 +117,3 @@ def train_source(trainer: MADPOTrainer, source: ShuffledEpochs, eval_interval: i
 def last_token(args: MADPOConfig) -> bool:
     """Separate actors leave out each completion's last token unless asked; one central actor scores all of its text."""
     return args.score_last_token or args.collaboration_mode == "centralized"
-
-# %% ../../../nbs/60_trainers/10_madpo.ipynb #e6df816d
-def collect_pairs(trainer: MADPOTrainer, items: Iterable[Mapping[str, Any]] | None) -> list[PreferencePair]:
-    """All pairs of `items`, with one `collect` row in the history; stopped halfway, the random streams are as before."""
-    setup, args, started = trainer.setup, trainer.args, time.perf_counter()
-    rows = setup.train.epoch() if items is None else (as_row(item, "items", index) for index, item in enumerate(items))
-    total = setup.train.length if items is None else len(items) if isinstance(items, (list, tuple)) else None
-    pairs: list[PreferencePair] = []
-    stats: list[Stats] = []
-    with trainer.watched(), rewound_on_error(setup.streams.values()):
-        trainer.run.events.on_phase("collect", total)
-        for batch in batches_of(rows, max(1, ROWS_PER_CALL // args.preference_num_candidates)):
-            nodes = rollout(batch, setup.roles, trainer.team, setup.reward, args.preference_num_candidates, first_index=len(stats))
-            for node in nodes:
-                found, counts = pairs_of(node, args.pair_selection, args.preference_pairs_per_sample, setup.streams["pairs"].python)
-                pairs += found
-                stats.append(Stats(node_stats([node]) | counts))
-            trainer.run.events.on_nodes("collect", nodes)
-            trainer.run.events.on_advance(len(batch), stats[-1])
-    with trainer.watched():
-        if stats:
-            trainer.run.note("collect", collection_stats(stats, args.preference_num_candidates, time.perf_counter() - started))
-    return pairs
-
-
-def collection_stats(stats: Sequence[Stats], num: int, seconds: float) -> Stats:
-    """Means over items, except that pairs and what was left out are totals; with time and sampled tokens per second."""
-    totals = {name: sum(one[name] for one in stats) for name in ("pairs", "tied_pairs", "identical_pairs")}
-    agents = sum(name.endswith("/completion_length") for name in stats[0])
-    tokens = sum(one["completion_length"] for one in stats) * num * agents
-    return Stats({**Stats.mean(stats), **totals, "seconds/collect": seconds, "tokens_per_second": tokens / seconds})
