@@ -34,8 +34,12 @@ def onward(prompt, agent_completions, num_agents, prompt_history_per_agent, resp
     return [f"{len(prompt_history_per_agent[i])} {i} {heard}" for i in range(num_agents)]
 
 
+LAYERS = {"gpt2": "n_layer", "llama": "num_hidden_layers"}
+
+
 def team(kinds=("gpt2", "llama"), dtype=torch.float32, **overrides):
-    return [micro_model(seed, kind, dtype, **overrides) for seed, kind in enumerate(kinds)]
+    """Models of one layer each."""
+    return [micro_model(seed, kind, dtype, **{LAYERS[kind]: 1, **overrides}) for seed, kind in enumerate(kinds)]
 
 
 def config(name="MAGRPO", **fields):
@@ -49,7 +53,7 @@ def make(agents=None, *, name="MAGRPO", args=None, tokenizer=None, **given):
     names = {*code.co_varnames[:code.co_argcount + code.co_kwonlyargcount], "centralized_adapter"}
     fields = {key: given.pop(key) for key in [*given] if key not in names}
     central = name == "CentralizedMAGRPO"
-    agents = agents or team(("gpt2",) if central else ("gpt2", "llama"))
+    agents = agents or team(("gpt2",) if central else ("gpt2", "gpt2"))
     fields.setdefault("num_agents", given.get("num_agents", 2 if central else len(agents)))
     call = dict(train_dataset=rows(), reward_func=letters, callbacks=[])
     if fields.get("num_turns", 1) > 1:
