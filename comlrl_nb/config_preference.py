@@ -74,7 +74,10 @@ class RLBackend(Config):
 
 @dataclass
 class RewardModel(Config):
-    """The joint reward model: which backbone (None = the actors'), where (None = with agent 0), how it is trained."""
+    """The joint reward model: which backbone (None = the actors'), where (None = with agent 0), how it is trained.
+
+    Keyword-only, not in comlrl: `reward_holdout` is the share of items whose pairs only test it.
+    """
 
     reward_model_name: str | None = None
     reward_model_device: str | None = None
@@ -83,6 +86,7 @@ class RewardModel(Config):
     reward_train_batch_size: int = 1
     reward_max_length: int | None = None
     reward_freeze_backbone: bool = False
+    reward_holdout: float = field(default=0.0, kw_only=True)
 
     def check(self) -> None:
         check_text(self, "reward_model_name", optional=True)
@@ -93,6 +97,7 @@ class RewardModel(Config):
         check_int(self, "reward_train_batch_size", 1)
         check_int(self, "reward_max_length", 1, optional=True)
         check_flag(self, "reward_freeze_backbone")
+        check_real(self, "reward_holdout", minimum=0, maximum=0.9)
 
 
 @dataclass

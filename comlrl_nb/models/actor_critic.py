@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..logprobs import PADDING_BUDGET, distinct, length_groups, pad_right, position_ids, run_model
+from ..logprobs import PADDING_BUDGET, accepted_arguments, distinct, length_groups, pad_right, position_ids, run_model
 from .loading import load_model
 
 # %% auto #0
 __all__ = ['HEAD_FILE', 'ValueHead', 'ActorCriticOutput', 'hidden_size_of', 'CausalLMWithValueHead', 'saved_hidden_dim',
-           'with_value_head', 'last_states', 'text_values']
+           'with_value_head', 'final_states', 'last_states', 'text_values']
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #e65ea49b
 class ValueHead(nn.Module):
@@ -137,11 +137,12 @@ def with_value_head(model: nn.Module, name: str | None = None, hidden_dim: int |
     return CausalLMWithValueHead.from_pretrained(name, hidden_dim, language_model=model)
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #8f41115d
-def _last_hidden(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Last hidden states `[N, L, H]`, without the output layer where the model has a body of its own."""
+def final_states(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """The last layer's hidden states `[N, L, H]`, without the output layer where the model has a body of its own."""
     body = model.base_model if isinstance(model, PreTrainedModel) and model.base_model is not model else None
     if body is None:
-        return run_model(model, ids, mask, position_ids=position_ids(mask), use_cache=False, output_hidden_states=True).hidden_states[-1]
+        positions = {"position_ids": position_ids(mask)} if "position_ids" in accepted_arguments(model) else {}
+        return model(input_ids=ids, attention_mask=mask.long(), use_cache=False, output_hidden_states=True, **positions).hidden_states[-1]
     return run_model(body, ids, mask, position_ids=position_ids(mask), use_cache=False).last_hidden_state
 
 
@@ -158,7 +159,7 @@ def last_states(model: nn.Module, texts: Sequence[Sequence[int]], pad_id: int = 
     for group in length_groups([len(ids) for ids in unique], PADDING_BUDGET.get(device.type, 4096)):
         ids, mask = pad_right([unique[index] for index in group], pad_id, device)
         last = torch.tensor([len(unique[index]) - 1 for index in group], device=device)
-        parts.append(_last_hidden(model, ids, mask)[torch.arange(len(group), device=device), last])
+        parts.append(final_states(model, ids, mask)[torch.arange(len(group), device=device), last])
         order += group
     states = torch.cat(parts) if parts else torch.zeros(0, hidden_size_of(model), device=device)
     return states[torch.tensor(order, device=device, dtype=torch.long).argsort()][torch.tensor(place, device=device, dtype=torch.long)]

@@ -7,6 +7,8 @@ _HOME = {
     "MARLHFConfig": "comlrl_nb.trainers.configs",
     "MARLHFIterConfig": "comlrl_nb.trainers.configs",
     "MADPOTrainer": "comlrl_nb.trainers.preference.madpo",
+    "MARLHFTrainer": "comlrl_nb.trainers.preference.marlhf",
+    "JointRewardModel": "comlrl_nb.models.reward",
     "CentralizedComparatorAdapter": "comlrl_nb.trainers.preference.centralized",
     "CentralizedComparatorParseError": "comlrl_nb.trainers.preference.centralized",
     "TaggedCentralizedComparatorAdapter": "comlrl_nb.trainers.preference.centralized",
