@@ -67,7 +67,7 @@ def round_text(path: Path, iteration: int, pairs: Sequence[PreferencePair], extr
     if taken:
         raise ValueError(f"{path}: the keys {taken} belong to the round file itself")
     head = {"iteration": iteration, "num_pairs": len(pairs), **extra}
-    yield as_json(head, f"{path}: one of the keys {list(extra)}")[:-1] + ', "pairs": ['
+    yield "{" + "".join(f"{json.dumps(key)}: {as_json(value, f'{path}: the key {key}')}, " for key, value in head.items()) + '"pairs": ['
     for index, pair in enumerate(pairs):
         yield f"{',' if index else ''}\n{as_json(to_record(pair), f'{path}: pair {index}')}"
     yield "\n]}\n" if pairs else "]}\n"
