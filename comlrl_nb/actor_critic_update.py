@@ -54,9 +54,11 @@ def value_backward(critic: CausalLMWithValueHead, samples: Sequence[JointSample]
     for piece in text_pieces([one.critic_ids for one in mine], budget or POLICY_TOKENS.get(device.type, 2**13)):
         own = [mine[entry] for entry in piece]
         values = text_values(critic, [one.critic_ids for one in own], pad_id)
-        if not torch.isfinite(values.detach()).all():
-            raise NonFiniteError(f"agent {agent}, turn {own[0].turn + 1}: its critic's value is not finite; no weight was changed. Look for a too large critic_learning_rate")
         targets, old = (torch.tensor([getattr(one, name) for one in own], dtype=torch.float64).to(values) for name in ("target", "value"))
+        broken = (~torch.isfinite((values.detach() - targets) ** 2)).nonzero().flatten().tolist()
+        if broken:
+            raise NonFiniteError(f"agent {agent}, turn {own[broken[0]].turn + 1}, sample {piece[broken[0]]} of the batch: its critic's value is {values[broken[0]].item()}, its target {targets[broken[0]].item()}; "
+                                 "this step was not taken. Look for a too large critic_learning_rate")
         loss = value_loss(values, targets, old, rule.clip_range) * (len(own) / len(mine))
         (rule.coef * loss).backward()
         total += loss.item()

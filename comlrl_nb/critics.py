@@ -5,6 +5,7 @@
 # %% ../nbs/50_training/02c_critics.ipynb #83020e9b
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,14 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from .agents import Agents, position_limit
-from .losses import require_finite
+from .losses import NonFiniteError
 from .models.actor_critic import CausalLMWithValueHead, text_values
 from .models.modes import eval_mode
 from .prompts import encode_prompt
 from .types import Node
 
 # %% auto #0
-__all__ = ['Ids', 'Reader', 'OwnReader', 'joint_text', 'JointReader', 'Critics', 'check_length']
+__all__ = ['Ids', 'Reader', 'OwnReader', 'joint_text', 'JointReader', 'Critics', 'require_finite_values', 'check_length']
 
 # %% ../nbs/50_training/02c_critics.ipynb #4b6ad1b3
 Ids = tuple[int, ...]
@@ -82,19 +83,29 @@ class Critics:
     def values(self, team: Agents, nodes: Sequence[Node]) -> list[tuple[tuple[float, ...], ...]]:
         """What the critics say now, without a graph: `[nodes][N][K]`. A value that is not finite is a `NonFiniteError`."""
         texts = [self.reader.texts(node) for node in nodes]
-        known = [self._known(index, [ids for one in texts for agent, row in enumerate(one) if self.index(agent) == index for ids in row])
-                 for index in range(len(self.models))] if len(self.models) != len(team) else team.each(
-                     lambda agent: self._known(agent, [ids for one in texts for ids in one[agent]]))
-        return [tuple(tuple(known[self.index(agent)][ids] for ids in row) for agent, row in enumerate(one)) for one in texts]
+        with eval_mode(*self.models):
+            known = [self._known(index, [ids for one in texts for agent, row in enumerate(one) if self.index(agent) == index for ids in row])
+                     for index in range(len(self.models))] if len(self.models) != len(team) else team.each(
+                         lambda agent: self._known(agent, [ids for one in texts for ids in one[agent]]))
+        values = [tuple(tuple(known[self.index(agent)][ids] for ids in row) for agent, row in enumerate(one)) for one in texts]
+        require_finite_values(nodes, values)
+        return values
 
     @torch.no_grad()
     def _known(self, index: int, texts: list[Ids]) -> dict[Ids, float]:
         distinct = list(dict.fromkeys(texts))
         check_length(self.models[index], distinct, index)
-        with eval_mode(self.models[index]):
-            values = text_values(self.models[index], distinct, self.pad_ids[index])
-        require_finite(values, f"critic {index}: a value")
-        return dict(zip(distinct, values.tolist()))
+        return dict(zip(distinct, text_values(self.models[index], distinct, self.pad_ids[index]).tolist()))
+
+
+def require_finite_values(nodes: Sequence[Node], values: Sequence[Sequence[Sequence[float]]]) -> None:
+    """A `NonFiniteError` naming agent, turn and sample of the first of `values` `[nodes][N][K]` that is NaN or infinite."""
+    for node, one in zip(nodes, values):
+        for agent, row in enumerate(one):
+            for sample, value in enumerate(row):
+                if not math.isfinite(value):
+                    raise NonFiniteError(f"agent {agent}, turn {node.turn + 1}, sample {sample}: its critic's value is {value}; nothing was learned from it. "
+                                         "Look for a too large critic_learning_rate, or float16 weights")
 
 
 def check_length(critic: CausalLMWithValueHead, texts: Sequence[Ids], index: int) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from ..logprobs import PADDING_BUDGET, accepted_arguments, distinct, length_groups, pad_right, position_ids, run_model
+from .last_states import hidden_size_of, last_states
 from .loading import load_model
 
 # %% auto #0
-__all__ = ['HEAD_FILE', 'ValueHead', 'ActorCriticOutput', 'hidden_size_of', 'CausalLMWithValueHead', 'saved_hidden_dim',
-           'with_value_head', 'final_states', 'last_states', 'text_values']
+__all__ = ['HEAD_FILE', 'ValueHead', 'ActorCriticOutput', 'CausalLMWithValueHead', 'saved_hidden_dim', 'with_value_head',
+           'text_values']
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #e65ea49b
 class ValueHead(nn.Module):
@@ -52,16 +51,6 @@ class ActorCriticOutput:
     hidden_states: tuple[Tensor, ...] | None
     past_key_values: Any
 
-
-def hidden_size_of(model: nn.Module) -> int:
-    """The width of the model's hidden states, by its configuration."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "hidden_size", None) or getattr(text, "n_embd", None)
-    if not isinstance(size, int):
-        raise ValueError(f"base_model: a causal language model whose config names hidden_size is needed, got {type(model).__name__}")
-    return size
-
 # %% ../../nbs/20_models/05_actor_critic.ipynb #cf562c0a
 HEAD_FILE = "value_head.safetensors"
 
@@ -86,10 +75,11 @@ class CausalLMWithValueHead(nn.Module):
                 use_cache: bool | None = None, output_values: bool = True, **kwargs: Any) -> ActorCriticOutput:
         """One forward of the language model; `values [B, L]` are read off every position's last hidden state."""
         wanted = output_values and self.value_head is not None
+        states = kwargs.pop("output_hidden_states", False)
         if past_key_values is not None:
             kwargs["past_key_values"] = past_key_values
         out = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache,
-                         output_hidden_states=wanted or kwargs.pop("output_hidden_states", False), **kwargs)
+                         output_hidden_states=wanted or states, **kwargs)
         values = self.value_head(out.hidden_states[-1])[..., 0] if wanted else None
         return ActorCriticOutput(out.logits, values, out.hidden_states, getattr(out, "past_key_values", None))
 
@@ -100,7 +90,9 @@ class CausalLMWithValueHead(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """The language model as its own folder, and the head beside it in `value_head.safetensors`."""
         self.model.save_pretrained(folder)
-        if self.value_head is not None:
+        if self.value_head is None:
+            (Path(folder) / HEAD_FILE).unlink(missing_ok=True)  # one that was saved here before belongs to another model
+        else:
             save_file({name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}, Path(folder) / HEAD_FILE)
 
     @classmethod
@@ -137,34 +129,6 @@ def with_value_head(model: nn.Module, name: str | None = None, hidden_dim: int |
     return CausalLMWithValueHead.from_pretrained(name, hidden_dim, language_model=model)
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #8f41115d
-def final_states(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """The last layer's hidden states `[N, L, H]`, without the output layer where the model has a body of its own."""
-    body = model.base_model if isinstance(model, PreTrainedModel) and model.base_model is not model else None
-    if body is None:
-        positions = {"position_ids": position_ids(mask)} if "position_ids" in accepted_arguments(model) else {}
-        return model(input_ids=ids, attention_mask=mask.long(), use_cache=False, output_hidden_states=True, **positions).hidden_states[-1]
-    return run_model(body, ids, mask, position_ids=position_ids(mask), use_cache=False).last_hidden_state
-
-
-def last_states(model: nn.Module, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
-    """The last hidden state `[M, H]` after the last token of each of M token sequences; each distinct one is run once. Gradients flow.
-
-    `pad_id` is any valid id. ValueError for a text without tokens.
-    """
-    unique, place = distinct([tuple(ids) for ids in texts])
-    if not all(unique):
-        raise ValueError("a text without tokens has no value: there must be something to read")
-    device = next(model.parameters()).device
-    parts, order = [], []
-    for group in length_groups([len(ids) for ids in unique], PADDING_BUDGET.get(device.type, 4096)):
-        ids, mask = pad_right([unique[index] for index in group], pad_id, device)
-        last = torch.tensor([len(unique[index]) - 1 for index in group], device=device)
-        parts.append(final_states(model, ids, mask)[torch.arange(len(group), device=device), last])
-        order += group
-    states = torch.cat(parts) if parts else torch.zeros(0, hidden_size_of(model), device=device)
-    return states[torch.tensor(order, device=device, dtype=torch.long).argsort()][torch.tensor(place, device=device, dtype=torch.long)]
-
-
 def text_values(critic: CausalLMWithValueHead, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     """The value `[M]` after the last token of each of M token sequences; float32, or float64 for float64 models. Gradients flow.
 

@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from .actor_critic import CausalLMWithValueHead, with_value_head
-from .loading import ModelSettings, check_room, fit_embeddings, load_distinct, resolve_model_sources
+from .loading import ModelSettings, check_name, check_room, fit_embeddings, load_distinct, resolve_model_sources
 
 # %% auto #0
-__all__ = ['CriticPlan', 'plan_critics', 'load_critics', 'named_critic']
+__all__ = ['CriticPlan', 'plan_critics', 'check_critics', 'load_critics', 'named_critic']
 
 # %% ../../nbs/20_models/05a_critic_loading.ipynb #590c8ae0
 @dataclass(frozen=True)
 class CriticPlan:
-    """Checked sources of critics: identifiers or objects, and the hidden size of heads that are still to be made."""
+    """Checked sources of critics: identifiers or objects, and the hidden size of heads that are still to be made. `fields` names them in errors."""
 
     sources: tuple[Any, ...]
     hidden_dim: int | None
     settings: ModelSettings
+    fields: tuple[str, ...]
 
 
 def plan_critics(critic_model: Any | None, critics: Sequence[Any] | None, count: int, label: str, hidden_dim: int | None, settings: ModelSettings) -> CriticPlan:
@@ -34,29 +36,43 @@ def plan_critics(critic_model: Any | None, critics: Sequence[Any] | None, count:
     if isinstance(critics, (list, tuple)):
         critics = [os.fspath(source) if isinstance(source, os.PathLike) else source for source in critics]
     sources, _ = resolve_model_sources(kind="critics", model=critic_model, models=critics, expected_count=count, expected_label=label, model_label="critic_model")
-    for i, source in enumerate(sources):
-        name = f"critics[{i}]" if critics is not None else "critic_model"
+    fields = tuple("critic_model" if critics is None else f"critics[{i}]" for i in range(count))
+    for name, source in zip(fields, sources):
         if source == "" or not isinstance(source, (str, torch.nn.Module)):
             raise ValueError(f"{name}={source!r}: expected a model identifier or a model")
         if isinstance(source, CausalLMWithValueHead) and source.value_head is None:
             raise ValueError(f"{name} is a CausalLMWithValueHead without a value head: make it with attach_value_head=True")
-    return CriticPlan(tuple(sources), hidden_dim, settings)
+    return CriticPlan(tuple(sources), hidden_dim, settings, fields)
 
 # %% ../../nbs/20_models/05a_critic_loading.ipynb #3748c596
+def check_critics(plan: CriticPlan, agents: Sequence[Any], tokenizer: Any) -> None:
+    """ValueError for critics that cannot be used beside the sources `agents` and the tokenizers (one, a list, or None), as far as objects and names tell."""
+    owner = {id(parameter): agent for agent in agents if isinstance(agent, torch.nn.Module) for parameter in agent.parameters()}
+    tokenizers = tokenizer if isinstance(tokenizer, (list, tuple)) else [tokenizer] * len(plan.sources)
+    for name, source, each in zip(plan.fields, plan.sources, tokenizers):
+        if isinstance(source, str):
+            check_name(source, plan.settings.critic_model_kwargs)
+        elif any(id(parameter) in owner for parameter in source.parameters()):
+            raise ValueError(f"{name}: this {type(source).__name__} has parameters of an agent, which would be moved by two optimizers; "
+                             "give the critic a copy (copy.deepcopy), or in IAC use_separate_critic=False for value heads on the agents")
+        elif isinstance(each, PreTrainedTokenizerBase) and not plan.settings.special_tokens:
+            check_room(source, each, name)
+
+# %% ../../nbs/20_models/05a_critic_loading.ipynb #df5b99e5
 def load_critics(plan: CriticPlan, devices: Sequence[torch.device], tokenizers: Sequence[Any]) -> list[CausalLMWithValueHead]:
     """One model with a value head per source, on its device, able to read its tokenizer's ids. Sources that are one object stay one."""
     names = [source for source in plan.sources if isinstance(source, str)]
     loaded = iter(load_distinct(names, plan.settings.critic_model_kwargs))
     home: dict[int, tuple[CausalLMWithValueHead, torch.device]] = {}
     critics = []
-    for i, (source, device, tokenizer) in enumerate(zip(plan.sources, devices, tokenizers, strict=True)):
+    for field, source, device, tokenizer in zip(plan.fields, plan.sources, devices, tokenizers, strict=True):
         if isinstance(source, str):
-            critics.append(named_critic(source, next(loaded), plan, tokenizer, f"critics[{i}]").to(device))
+            critics.append(named_critic(source, next(loaded), plan, tokenizer, field).to(device))
             continue
         critic, where = home.setdefault(id(source), (with_value_head(source, hidden_dim=plan.hidden_dim), device))
         if where != device:
             raise ValueError(f"critic_devices: one critic object cannot live on {where} and {device}; give one object per critic, or one device")
-        check_room(critic, tokenizer, f"critics[{i}]")
+        check_room(critic, tokenizer, field)
         critics.append(critic.to(device))
     return critics
 

@@ -21,6 +21,7 @@ from ...items import as_row
 from ...logprobs import completion_logprobs
 from ...loop import Batch, Once, Source, train_batches
 from ...models.actor_critic import CausalLMWithValueHead, with_value_head
+from ...models.critics import CriticPlan, check_critics
 from ...models.modes import eval_mode
 from ...plan import Plan
 from ...reference_penalty import with_reference_kl
@@ -88,8 +89,8 @@ def scalars(metrics: Any) -> Stats:
     found = Stats()
     for name, value in metrics.items():
         try:
-            found[str(name)] = float(value)
-        except (TypeError, ValueError):
+            found[str(name)] = float("not a number" if isinstance(value, (str, bytes)) else value)
+        except (TypeError, ValueError, RuntimeError):
             continue
     return found
 
@@ -99,6 +100,7 @@ class ActorCriticTrainerBase(TrainerBase):
 
     config_class: type
     heads_on_actors = False
+    critic_plan: CriticPlan | None = None
 
     def num_critics(self, args: Any) -> int:
         """How many critic models there are."""
@@ -113,8 +115,15 @@ class ActorCriticTrainerBase(TrainerBase):
         if metrics_callback is not None and not callable(metrics_callback):
             raise ValueError(f"metrics_callback: None or a callable is needed, got {metrics_callback!r}")
         setup = prepare(args, inputs, per_agent_rewards=True, with_references=args.reference_kl_enabled, extra_streams=("batches", "heads"),
-                        num_critics=self.num_critics(args), owners=lambda streams: actor_owners(self.heads_on_actors, self.head_size(args), streams["heads"]))
+                        num_critics=self.num_critics(args), owners=lambda streams: self._owners(inputs, args, streams))
         self._begin(setup, wandb_config, metrics_callback, callbacks)
+
+    def _owners(self, inputs: Inputs, args: Any, streams: Mapping[str, RandomStream]) -> Any:
+        """Asked for when all else is checked and nothing is loaded yet."""
+        if self.critic_plan is not None:
+            listed = inputs.agents if isinstance(inputs.agents, (list, tuple)) else ()
+            check_critics(self.critic_plan, [inputs.agent_model, *listed], inputs.tokenizer)
+        return actor_owners(self.heads_on_actors, self.head_size(args), streams["heads"])
 
     def _begin(self, setup: Setup, wandb_config: Any, metrics_callback: Any, callbacks: Any) -> None:
         """Go on from a team that is checked and loaded."""
@@ -189,6 +198,8 @@ class ActorCriticTrainerBase(TrainerBase):
 
     def callback_metrics(self, nodes: Sequence[Node]) -> Stats:
         """What the metrics callback says about played items, the mean over items."""
+        if self.args.reference_kl_enabled:
+            nodes = with_reference_kl(self.team, self.reference_models, nodes)
         return Stats.mean(scalars(self.metrics_callback(rollout_samples(self, samples))) for samples in judged(self, nodes))
 
 
