@@ -5,7 +5,7 @@
 # %% ../nbs/50_training/03e_reward_fit.ipynb #0fb203aa
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from .losses import bradley_terry_loss, pair_accuracy, require_finite
 from .models.modes import eval_mode
 from .models.reward import JointRewardModel
-from .policy_update import POLICY_TOKENS
 from .reward_text import JointTextReader
+from .scoring import GRAPH_TOKENS
 from .step import gradient_step, guarded
 from .types import PreferencePair, Stats
 
@@ -42,14 +42,15 @@ def duels_of(pairs: Sequence[PreferencePair], reader: JointTextReader) -> tuple[
 
 # %% ../nbs/50_training/03e_reward_fit.ipynb #eb799cb6
 def score_pieces(texts: Sequence[Ids], budget: int) -> list[list[int]]:
-    """Indices of distinct texts, in pieces of at most `budget` tokens where one text allows it, similar lengths together."""
+    """Indices of distinct texts, in pieces of at most `budget` tokens where one text allows it, relatives together."""
     pieces: list[list[int]] = []
-    width = 0
-    for index in sorted(range(len(texts)), key=lambda index: -len(texts[index])):
-        if not pieces or width * (len(pieces[-1]) + 1) > budget:
+    room = 0
+    for index in sorted(range(len(texts)), key=texts.__getitem__):
+        if not pieces or len(texts[index]) > room:
             pieces.append([])
-            width = max(1, len(texts[index]))
+            room = budget
         pieces[-1].append(index)
+        room -= len(texts[index])
     return pieces
 
 
@@ -60,10 +61,9 @@ def reward_update(model: JointRewardModel, optimizer: torch.optim.Optimizer, due
 
 
 def _step_on(model: JointRewardModel, optimizer: torch.optim.Optimizer, duels: Sequence[Duel], pad_id: int, budget: int | None) -> tuple[float, Stats]:
-    device = next(model.parameters()).device
     texts = list(dict.fromkeys(ids for duel in duels for ids in (duel.winner, duel.loser)))
     place = {ids: index for index, ids in enumerate(texts)}
-    pieces = score_pieces(texts, budget or 4 * POLICY_TOKENS.get(device.type, 2**13))
+    pieces = score_pieces(texts, budget or GRAPH_TOKENS)
     score = lambda piece: model.scores([texts[index] for index in piece], pad_id)
     graph = score(pieces[0]) if len(pieces) == 1 else None
     scores = torch.zeros(len(texts), dtype=torch.float64)
@@ -88,13 +88,15 @@ def _step_on(model: JointRewardModel, optimizer: torch.optim.Optimizer, duels: S
 
 # %% ../nbs/50_training/03e_reward_fit.ipynb #578e349b
 @torch.no_grad()
-def duel_stats(model: JointRewardModel, duels: Sequence[Duel], pad_id: int, name: str) -> Stats:
-    """`reward_model/NAME_accuracy`, `_loss`, `_margin` and `_confidence` on duels; empty without any."""
-    if not duels:
-        return Stats()
+def duel_stats(model: JointRewardModel, sets: Mapping[str, Sequence[Duel]], pad_id: int) -> Stats:
+    """`reward_model/NAME_accuracy`, `_loss`, `_margin` and `_confidence` for each named set of duels that is not empty; every text is read once."""
+    texts = list(dict.fromkeys(ids for duels in sets.values() for duel in duels for ids in (duel.winner, duel.loser)))
     with eval_mode(model):
-        texts = list(dict.fromkeys(ids for duel in duels for ids in (duel.winner, duel.loser)))
         known = dict(zip(texts, model.scores(texts, pad_id).double().cpu()))
-    winner, loser = torch.stack([known[duel.winner] for duel in duels]), torch.stack([known[duel.loser] for duel in duels])
-    return Stats(accuracy=pair_accuracy(winner, loser), loss=bradley_terry_loss(winner, loser).item(), margin=(winner - loser).mean().item(),
-                 confidence=torch.sigmoid((winner - loser).abs()).mean().item()).prefixed(f"reward_model/{name}_")
+    stats = Stats()
+    for name, duels in sets.items():
+        if duels:
+            winner, loser = torch.stack([known[duel.winner] for duel in duels]), torch.stack([known[duel.loser] for duel in duels])
+            stats.update(Stats(accuracy=pair_accuracy(winner, loser), loss=bradley_terry_loss(winner, loser).item(), margin=(winner - loser).mean().item(),
+                               confidence=torch.sigmoid((winner - loser).abs()).mean().item()).prefixed(f"reward_model/{name}_"))
+    return stats

@@ -44,28 +44,26 @@ class JointTextReader:
     def __init__(self, tokenizer: Any, max_length: int | None = None):
         self.tokenizer, self.max_length, self.shortened = tokenizer, max_length, 0
         self.encode = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
-        self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
 
     def ids(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
-        """The token ids of one joint response: a heading and the prompt, then a heading and the text, for every agent."""
+        """The token ids of one joint response: every prompt under a heading, then every text under one."""
         heads = [self.encode(f"Agent {agent} reads:\n") for agent in range(len(prompts))]
-        marks = [self.encode(f"\nAgent {agent} writes:\n") for agent in range(len(texts))]
-        ends = self.encode("\n")
+        marks = [self.encode(f"Agent {agent} writes:\n") for agent in range(len(texts))]
+        end = self.encode("\n\n")
         read, wrote = [self.encode(prompt) for prompt in prompts], [self.encode(text) for text in texts]
-        fixed = len(self.start) + sum(map(len, heads)) + sum(map(len, marks)) + len(ends) * len(texts)
+        fixed = len(self.start) + sum(map(len, (*heads, *marks))) + len(end) * (len(prompts) + len(texts))
         read, wrote = self._fit(read, wrote, fixed)
-        parts = [[*heads[i], *read[i], *marks[i], *wrote[i], *ends] for i in range(len(prompts))]
-        return tuple(self.start + [token for part in parts for token in part])
+        return self.start + tuple(token for head, body in zip((*heads, *marks), (*read, *wrote)) for token in (*head, *body, *end))
 
     def _fit(self, read: list, wrote: list, fixed: int) -> tuple[list, list]:
-        size = sum(map(len, read)) + sum(map(len, wrote))
-        if self.max_length is None or fixed + size <= self.max_length:
+        answers = sum(map(len, wrote))
+        if self.max_length is None or fixed + sum(map(len, read)) + answers <= self.max_length:
             return read, wrote
         self._warn(fixed)
-        room = self.max_length - fixed - sum(map(len, wrote))
-        kept = shares([len(ids) for ids in read], room)
-        answers = shares([len(ids) for ids in wrote], min(sum(map(len, wrote)), self.max_length - fixed))
-        return [without_middle(ids, n) for ids, n in zip(read, kept)], [without_middle(ids, n) for ids, n in zip(wrote, answers)]
+        room = self.max_length - fixed
+        kept, left = shares([len(ids) for ids in read], room - answers), shares([len(ids) for ids in wrote], min(answers, room))
+        return [without_middle(ids, n) for ids, n in zip(read, kept)], [without_middle(ids, n) for ids, n in zip(wrote, left)]
 
     def _warn(self, fixed: int) -> None:
         if fixed >= self.max_length:

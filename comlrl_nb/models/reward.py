@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .actor_critic import final_states, hidden_size_of, last_states
+from .last_states import final_states, hidden_size_of, last_states
 from .loading import load_model
 
 # %% auto #0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..loop import Run, ShuffledEpochs, interrupt_afterwards
-from ..reward_fit import Duel, duel_stats, duels_of, reward_update
+from ..reward_fit import duel_stats, duels_of, reward_update
 from ..reward_source import RewardSource
 from ..reward_text import LearnedReward
 from ..setup import Setup
@@ -54,7 +54,8 @@ class RewardPhase:
             seen.append(own)
             run.events.on_advance(1, own)
             if batch.stop == batch.total:
-                stats = Stats({**Stats.mean(seen), **self._tested(), "seconds/fit": time.perf_counter() - started})
+                tested = self._tested() if batch.epoch + 1 == self.args.reward_num_train_epochs else self._checked()
+                stats = Stats({**Stats.mean(seen), **tested, "seconds/fit": time.perf_counter() - started})
                 run.note("reward_model", stats)
                 seen = []
         self.learned.model.eval().requires_grad_(False)
@@ -74,9 +75,9 @@ class RewardPhase:
         self.held, self.left_out = duels_of(held, reader)[0], duels_of(left_out, reader)[0]
         self.batches = ShuffledEpochs(duels, args.reward_train_batch_size, args.reward_num_train_epochs, stream)
 
-    def _tested(self) -> Stats:
-        judge = lambda duels, name: duel_stats(self.learned.model, duels, self.learned.pad_id, name)
-        return Stats({**judge(self._learned_from(), "pairs"), **judge(self.held, "held_out"), **judge(self.left_out, "left_out"), "reward_model/identical_pairs": float(self.identical)})
+    def _checked(self) -> Stats:
+        return duel_stats(self.learned.model, {"held_out": self.held}, self.learned.pad_id)
 
-    def _learned_from(self) -> list[Duel]:
-        return self.batches.entries
+    def _tested(self) -> Stats:
+        duels = {"pairs": self.batches.entries, "held_out": self.held, "left_out": self.left_out}
+        return Stats({**duel_stats(self.learned.model, duels, self.learned.pad_id), "reward_model/identical_pairs": float(self.identical)})
