@@ -885,7 +885,8 @@ def test_tied_rewards_and_a_penalty_leave_a_policy_at_its_reference():
     trainer = make(reward_func=lambda a, b: 0.5, reference_kl_enabled=True, max_new_tokens=8, num_turns=2)
     before = weights(trainer)
     trainer.train()
-    assert same(before, weights(trainer)) and trainer.history.rows[-1]["turn_1/reference_kl_mean"] == 0
+    assert same(before, weights(trainer))
+    assert {value for row in trainer.history for name, value in row.items() if name.endswith("reference_kl_mean")} == {0.0}
 
 
 def test_penalty_of_a_model_with_itself_is_zero_but_for_rounding():
@@ -1182,7 +1183,7 @@ def ctrl_c_at_line(count, files):
     return trace, left
 
 
-TINY = dict(num_train_epochs=1, train_dataset=rows(3), rollout_buffer_size=2, train_batch_size=1, num_generations=2, max_new_tokens=2, eval_interval=2, eval_dataset=rows(1), logging_steps=1)
+TINY = dict(num_train_epochs=1, train_dataset=rows(3), rollout_buffer_size=2, train_batch_size=1, num_generations=2, max_new_tokens=1, eval_interval=2, eval_dataset=rows(1), logging_steps=1)
 FILES = ("comlrl_nb/fresh_batches.py", "comlrl_nb/loop.py", "reinforce/magrpo.py", "trainers/base.py", "comlrl_nb/streams.py")
 
 
@@ -1217,7 +1218,7 @@ def broken_lines(lines):
 
 @pytest.mark.slow
 def test_ctrl_c_at_any_line():
-    wrong, last = broken_lines(range(1, 5000, 3))
+    wrong, last = broken_lines(range(1, 5000, 7))
     assert last > 300 and wrong == []
 
 
