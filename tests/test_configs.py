@@ -30,6 +30,8 @@ def extras(key):
     ours = dict(RUN)
     if "preference" in key:
         ours |= PREFERENCE
+    if "MARLHF" in key:
+        ours |= {"reward_holdout": 0.0}
     return ours | API if "Iter" in key else ours
 
 
