@@ -152,7 +152,7 @@ def run_apart(make: Callable[[], Awaitable[Any]], tell: Callable[[BaseException]
     """
     outcome: dict[str, Any] = {}
     cancel: list[Callable[[], Any]] = []
-    begun = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -167,16 +167,17 @@ def run_apart(make: Callable[[], Awaitable[Any]], tell: Callable[[BaseException]
             pass
         except Exception as error:  # whatever it is, its frames hold headers and must not leave this thread
             outcome["error"] = tell(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=work, name="comlrl_nb.remote", daemon=True)
-    thread.start()
+    threading.Thread(target=work, name="comlrl_nb.remote", daemon=True).start()
     try:
-        while thread.is_alive():
-            thread.join(0.2)
+        while not ended.wait(0.2):  # a thread that is joined when Ctrl-C arrives counts as stopped from then on
+            pass
     finally:
-        if thread.is_alive() and begun.wait(patience):
+        if not ended.is_set() and begun.wait(patience):
             cancel[0]()
-            thread.join(patience)
+            ended.wait(patience)
     if "error" in outcome:
         raise outcome["error"]
     return outcome["result"]
