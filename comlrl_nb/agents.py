@@ -5,46 +5,18 @@
 # %% ../nbs/50_training/02_agents.ipynb #381ee9a7
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .generation import Sampling, sample
-from .parallel import AgentWorkers
-from .prompts import encode_prompt
+from .generation import Sampling
 from .streams import RandomStream
-from .types import Generation, Prompt
+from .writers import Actor, Writers
 
 # %% auto #0
-__all__ = ['POSITION_TABLES', 'PURPOSES', 'Actor', 'require_trainable', 'build_optimizers', 'position_limit', 'Agents',
-           'stream_names']
-
-# %% ../nbs/50_training/02_agents.ipynb #4507a9e2
-@dataclass(frozen=True)
-class Actor:
-    """A model that writes: its tokenizer, its device and the ids that end its texts.
-
-    `owner` is the module whose parameters are trained where that is more than the language model: one with a value head.
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    device: torch.device
-    eos_ids: tuple[int, ...]
-    owner: nn.Module | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that is trained, saved and restored."""
-        return self.model if self.owner is None else self.owner
-
-    @property
-    def pad_id(self) -> int:
-        return self.tokenizer.pad_token_id
+__all__ = ['PURPOSES', 'require_trainable', 'build_optimizers', 'Agents', 'stream_names']
 
 # %% ../nbs/50_training/02_agents.ipynb #1295110e
 def require_trainable(models: Sequence[nn.Module], kind: str = "agents") -> None:
@@ -68,78 +40,18 @@ def build_optimizers(models: Sequence[nn.Module], learning_rate: float, kind: st
     return optimizers
 
 # %% ../nbs/50_training/02_agents.ipynb #34ef6dd7
-POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
-
-
-def position_limit(model: nn.Module) -> int | None:
-    """The most tokens a model with learned positions can read; None for models without such a table."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES:
-            return min(module.num_embeddings, getattr(model.config, "max_position_embeddings", module.num_embeddings))
-    return None
-
-# %% ../nbs/50_training/02_agents.ipynb #3631e129
-class Agents:
-    """The actors of a run with their optimizers and random streams.
-
-    `streams` holds one stream per purpose and actor, named like `"policy 0"` and `"evaluation 1"`.
-    """
+class Agents(Writers):
+    """The actors of a run with their optimizers; `streams` as in `Writers`."""
 
     def __init__(self, actors: Sequence[Actor], sampling: Sampling, streams: Mapping[str, RandomStream], learning_rate: float,
                  max_prompt_length: int | None = None):
-        self.actors, self.sampling, self.streams = tuple(actors), sampling, dict(streams)
-        self.max_prompt_length = max_prompt_length
-        self.limits = [position_limit(model) for model in self.models]
+        super().__init__(actors, sampling, streams, max_prompt_length)
         self.optimizers = build_optimizers(self.modules, learning_rate)
-        self.workers = AgentWorkers([actor.device for actor in self.actors])
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [actor.model for actor in self.actors]
 
     @property
     def modules(self) -> list[nn.Module]:
         """What is trained: the models, with their value heads where they have some."""
         return [actor.module for actor in self.actors]
-
-    def __len__(self) -> int:
-        return len(self.actors)
-
-    def each(self, function: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-        """`function(index, *values)` for every actor, on its worker; results in agent order."""
-        return self.workers.run(function, list(zip(range(len(self)), *columns)))
-
-    def encode(self, index: int, text: str) -> Prompt:
-        """The prompt as actor `index` reads it: ids with one beginning-of-text token, at most `max_prompt_length` of them."""
-        prompt = encode_prompt(self.actors[index].tokenizer, text, self.max_prompt_length)
-        limit, length = self.limits[index], len(prompt.token_ids)
-        room = None if limit is None else limit - self.sampling.max_new_tokens + 1  # the last sampled token is never read
-        if room is not None and length > room:
-            raise ValueError(f"agent {index}: a prompt of {length} tokens and max_new_tokens={self.sampling.max_new_tokens} do not fit into the model's {limit} positions; "
-                             f"set max_prompt_length to {room} or less, or shorten the prompt")
-        return prompt
-
-    @contextmanager
-    def generating_with(self, keywords: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the block every call of `generate` gets these keywords too."""
-        kept, self.sampling = self.sampling, replace(self.sampling, extra=dict(keywords))
-        try:
-            self.sampling.keywords()
-            yield
-        finally:
-            self.sampling = kept
-
-    def sample(self, prompts: Sequence[Sequence[str]], num: int, purpose: str = "policy") -> list[list[Generation]]:
-        """`num` completions per actor and item; `prompts` and the result are indexed `[item][actor]`."""
-        encoded = [[self.encode(index, row[index]) for row in prompts] for index in range(len(self))]
-
-        def one(index: int, mine: Sequence[Prompt]) -> list[Generation]:
-            actor = self.actors[index]
-            return sample(actor.model, actor.tokenizer, mine, num, self.sampling, self.streams[f"{purpose} {index}"],
-                          eos_ids=actor.eos_ids, agent_idx=index)
-
-        by_actor = self.each(one, encoded)
-        return [list(row) for row in zip(*by_actor)]
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer states and streams; agents that are one object appear once each but hold the same tensors."""

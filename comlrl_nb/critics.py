@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from .agents import Agents, position_limit
+from .agents import Agents
 from .losses import NonFiniteError
 from .models.actor_critic import CausalLMWithValueHead, text_values
 from .models.modes import eval_mode
 from .prompts import encode_prompt
 from .types import Node
+from .writers import position_limit
 
 # %% auto #0
 __all__ = ['Ids', 'Reader', 'OwnReader', 'joint_text', 'JointReader', 'Critics', 'require_finite_values', 'check_length']
