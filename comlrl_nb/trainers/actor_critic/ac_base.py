@@ -247,9 +247,9 @@ def collect(trainer: ActorCriticTrainerBase, rows: Sequence[Mapping[str, Any]], 
     with rewound_on_error(trainer.setup.streams.values()):
         trees = play(trainer, rows, first_index)
         samples = judged(trainer, trees)
-        if trainer.metrics_callback is not None:
-            trainer.pending += [scalars(trainer.metrics_callback(rollout_samples(trainer, own))) for own in samples]
-    trainer.run.events.on_nodes("policy", [annotated(tree, own) for tree, own in zip(trees, samples)])
+        own_metrics = [] if trainer.metrics_callback is None else [scalars(trainer.metrics_callback(rollout_samples(trainer, own))) for own in samples]
+        trainer.run.events.on_nodes("policy", [annotated(tree, own) for tree, own in zip(trees, samples)])
+    trainer.pending += own_metrics
     return [sample for own in samples for sample in own]
 
 
