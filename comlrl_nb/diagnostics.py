@@ -24,7 +24,7 @@ from .types import Node
 # %% auto #0
 __all__ = ['RecentRollouts', 'judge', 'panels_of', 'plot_td_errors', 'draw_band', 'experiences_of', 'agents_of',
            'realised_returns', 'Bin', 'calibration', 'plot_calibration', 'plot_shared_and_own', 'plot_advantages',
-           'score_products', 'GradientNoise', 'gradient_noise', 'plot_gradient_noise']
+           'score_products', 'GradientNoise', 'gradient_noise', 'noise_interval', 'plot_gradient_noise']
 
 # %% ../nbs/70_lab/02_diagnostics.ipynb #44f356d3
 class RecentRollouts(Callback):
@@ -161,8 +161,12 @@ def plot_calibration(samples: Sequence[JointSample], discount: float, agent: int
     ax.errorbar([one.value for one in found], [one.ret for one in found], [one.error for one in found], fmt="o", capsize=3)
     for one in found:
         ax.annotate(str(one.count), (one.value, one.ret), textcoords="offset points", xytext=(6, -10), fontsize=7)
-    ax.axline((found[0].value, found[0].value), slope=1, color="black", linewidth=0.6, linestyle="--")
-    ax.set(xlabel="predicted value V", ylabel="realised return (discounted)")
+    numbers = (number for one in found for number in (one.value, one.ret, one.ret - one.error, one.ret + one.error))
+    seen = [number for number in numbers if number == number]  # a bin of one has no error
+    room = 0.05 * (max(seen) - min(seen)) + 1e-3
+    limits = (min(seen) - room, max(seen) + room)
+    ax.plot(limits, limits, color="black", linewidth=0.6, linestyle="--")
+    ax.set(xlabel="predicted value V", ylabel="realised return (discounted)", xlim=limits, ylim=limits)
     return ax
 
 # %% ../nbs/70_lab/02_diagnostics.ipynb #b757d152
@@ -234,14 +238,22 @@ def gradient_noise(products: torch.Tensor, advantages: Sequence[float]) -> Gradi
     return GradientNoise(variance, square / count**2 - variance / count)
 
 
+def noise_interval(products: torch.Tensor, advantages: Sequence[float], resamples: int = 200) -> tuple[float, float]:
+    """The 5 and 95 % quantiles of the standard deviation when the samples are drawn again from themselves: how far to trust it."""
+    weights, generator = torch.as_tensor(advantages, dtype=torch.float64), torch.Generator().manual_seed(0)
+    draws = torch.randint(len(weights), (resamples, len(weights)), generator=generator)
+    found = torch.tensor([gradient_noise(products[own][:, own], weights[own]).variance for own in draws]).clamp(min=0).sqrt()
+    return found.quantile(0.05).item(), found.quantile(0.95).item()
+
+
 def plot_gradient_noise(products: torch.Tensor, advantages: Mapping[str, Sequence[float]], ax=None):
-    """Bars of the gradient's standard deviation under several named `advantages` of the same samples; returns the axes."""
+    """Bars of the gradient's standard deviation under several named `advantages` of the same samples, with 90 % intervals; returns the axes."""
     import matplotlib.pyplot as plt
     found = {name: max(0.0, gradient_noise(products, own).variance)**0.5 for name, own in advantages.items()}
-    ax = ax or plt.subplots(figsize=(4.5, 0.4 * len(found) + 1), dpi=80, layout="constrained")[1]
-    bars = ax.barh(list(found), list(found.values()), color="C0")
-    ax.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+    edges = [noise_interval(products, own) for own in advantages.values()]
+    spans = [[max(0.0, value - low) for value, (low, _) in zip(found.values(), edges)], [max(0.0, high - value) for value, (_, high) in zip(found.values(), edges)]]
+    ax = ax or plt.subplots(figsize=(4.8, 0.4 * len(found) + 1), dpi=80, layout="constrained")[1]
+    ax.barh([f"{name}  {value:.3g}" for name, value in found.items()], list(found.values()), xerr=spans, color="C0", ecolor="black", capsize=3)
     ax.invert_yaxis()
-    ax.margins(x=0.15)
     ax.set_xlabel("standard deviation of a sample's gradient")
     return ax
