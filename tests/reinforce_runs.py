@@ -11,7 +11,7 @@ from comlrl_nb.trainers import reinforce
 
 TOKENIZER = micro_tokenizer()
 FAMILY = {"MAGRPO": "mean", "MAREINFORCE": "raw", "MARLOO": "rloo", "MAReMax": "max"}
-SMALL = dict(num_agents=2, num_train_epochs=1, agent_learning_rate=1e-2, logging_steps=1, max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=None,
+SMALL = dict(num_agents=2, num_train_epochs=1, agent_learning_rate=1e-2, logging_steps=1, max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None,
              num_turns=1, num_generations=3, eval_interval=0, rollout_buffer_size=2, seed=0)
 
 
