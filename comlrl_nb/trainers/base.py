@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class TrainerAttributes:
     def __init__(self, setup: Setup):
         self.setup, self.args, self.team = setup, setup.args, setup.team
         self.run = Run(setup.args.logging_steps)
+        self._folder = Path(setup.args.output_dir) / f"{self.algorithm_name.lower()}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.reference_models: list[torch.nn.Module] = []
         self.critics: list[torch.nn.Module] = []
         self.critic_optimizers: list[torch.optim.Optimizer] = []
@@ -52,6 +54,7 @@ class TrainerAttributes:
     critic_optimizer = property(lambda self: self.critic_optimizers[0] if self.critic_optimizers else None, doc="The first critic's optimizer.")
     agent_devices = property(lambda self: list(self.setup.placement.agents), doc="One device per model.")
     model_name = property(lambda self: self.setup.model_name, doc="The identifier the agents were loaded from, None for objects without one.")
+    folder = property(lambda self: self._folder, doc="This run's own folder under `output_dir`; it is made when something is first written.")
     history = property(lambda self: self.run.history, doc="Every reported row: a table that plots itself.")
     env_step = property(lambda self: self.run.env_step, doc="Environment steps so far: the x axis of the history.")
 

@@ -16,6 +16,7 @@ from ..reward_fit import duel_stats, duels_of, reward_update
 from ..reward_source import RewardSource
 from ..reward_text import LearnedReward
 from ..setup import Setup
+from ..streams import rewound_on_error
 from ..types import PreferencePair, Stats
 
 # %% auto #0
@@ -32,41 +33,51 @@ def split_by_prompts(pairs: Sequence[PreferencePair], share: float, rng: Any) ->
 
 # %% ../../nbs/60_trainers/03_reward_phase.ipynb #fd482a6d
 class RewardPhase:
-    """Fits a new reward model to pairs, and holds it as the `learned` reward of what follows."""
+    """Fits a new reward model to pairs, and holds it, once fitted and frozen, as the `learned` reward of what follows."""
 
     def __init__(self, args: Any, source: RewardSource, setup: Setup):
         self.args, self.source, self.setup = args, source, setup
-        self.learned = LearnedReward(None, None, 0)
+        self.learned = self.fitting = LearnedReward(None, None, 0)
         self.done = False
         self.batches: ShuffledEpochs | None = None
 
     def fit(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair], run: Run) -> Stats:
         """Passes over `pairs`, a row of kind `reward_model` after each; returns the last row's metrics."""
         if self.batches is None:
-            self._begin(pairs, left_out)
-        started, seen, stats = time.perf_counter(), [], Stats()
-        while (batch := self.batches.current()) is not None:
-            if batch.start == 0 or not seen:
+            with rewound_on_error([self.setup.streams["reward"]]):
+                self._begin(pairs, left_out)
+        started, going_on = time.perf_counter(), True
+        while (batch := self.batches.current()) is not None or self.seen:
+            if len(self.seen) == self.batches.batches_per_epoch:
+                self._report(run, started)
+                continue
+            if batch.start == 0 or going_on:
                 run.events.on_phase(f"reward model epoch {batch.epoch + 1}", batch.total - batch.start)
+            going_on = False
             with interrupt_afterwards():
-                _, own = reward_update(self.learned.model, self.optimizer, batch.entries, self.learned.pad_id, skip_nonfinite=self.args.on_nonfinite == "skip")
+                _, own = reward_update(self.fitting.model, self.optimizer, batch.entries, self.fitting.pad_id, skip_nonfinite=self.args.on_nonfinite == "skip")
                 self.batches.done()
-            seen.append(own)
+                self.seen.append(own)
             run.events.on_advance(1, own)
-            if batch.stop == batch.total:
-                tested = self._tested() if batch.epoch + 1 == self.args.reward_num_train_epochs else self._checked()
-                stats = Stats({**Stats.mean(seen), **tested, "seconds/fit": time.perf_counter() - started})
-                run.note("reward_model", stats)
-                seen = []
-        self.learned.model.eval().requires_grad_(False)
-        self.done, self.batches = True, None
-        return stats
+        self._freeze()
+        return self.stats
+
+    def _report(self, run: Run, started: float) -> None:
+        """The row of a finished epoch; the last one is about all sets of pairs."""
+        tested = self._tested() if self.batches.current() is None else self._checked()
+        self.stats, self.seen = Stats({**Stats.mean(self.seen), **tested, "seconds/fit": time.perf_counter() - started}), []
+        run.note("reward_model", self.stats)
+
+    def _freeze(self) -> None:
+        model = self.fitting.model.eval().requires_grad_(False)
+        self.learned.model, self.learned.reader, self.learned.pad_id = model, self.fitting.reader, self.fitting.pad_id
+        self.done, self.batches, self.optimizer = True, None, None
 
     def _begin(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair]) -> None:
         args, stream = self.args, self.setup.streams["reward"]
         with stream.on("cpu"):
             model, reader, pad_id = self.source.fresh(self.setup, args.reward_max_length, args.reward_freeze_backbone)
-        self.learned.model, self.learned.reader, self.learned.pad_id = model, reader, pad_id
+        self.fitting, self.seen = LearnedReward(model, reader, pad_id), []
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.reward_learning_rate)
         learn, held = split_by_prompts(pairs, args.reward_holdout, stream.python)
         duels, self.identical = duels_of(learn, reader)
@@ -76,8 +87,8 @@ class RewardPhase:
         self.batches = ShuffledEpochs(duels, args.reward_train_batch_size, args.reward_num_train_epochs, stream)
 
     def _checked(self) -> Stats:
-        return duel_stats(self.learned.model, {"held_out": self.held}, self.learned.pad_id)
+        return duel_stats(self.fitting.model, {"held_out": self.held}, self.fitting.pad_id)
 
     def _tested(self) -> Stats:
         duels = {"pairs": self.batches.entries, "held_out": self.held, "left_out": self.left_out}
-        return Stats({**duel_stats(self.learned.model, duels, self.learned.pad_id), "reward_model/identical_pairs": float(self.identical)})
+        return Stats({**duel_stats(self.fitting.model, duels, self.fitting.pad_id), "reward_model/identical_pairs": float(self.identical)})

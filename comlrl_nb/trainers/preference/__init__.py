@@ -8,6 +8,8 @@ _HOME = {
     "MARLHFIterConfig": "comlrl_nb.trainers.configs",
     "MADPOTrainer": "comlrl_nb.trainers.preference.madpo",
     "MARLHFTrainer": "comlrl_nb.trainers.preference.marlhf",
+    "MADPOIterTrainer": "comlrl_nb.trainers.preference.iterative",
+    "MARLHFIterTrainer": "comlrl_nb.trainers.preference.iterative",
     "JointRewardModel": "comlrl_nb.models.reward",
     "CentralizedComparatorAdapter": "comlrl_nb.trainers.preference.centralized",
     "CentralizedComparatorParseError": "comlrl_nb.trainers.preference.centralized",

@@ -34,14 +34,21 @@ class MADPOTrainer(TrainerBase):
     def __init__(self, agent_model=None, agents=None, num_agents=NUM_AGENTS, tokenizer=None, model_config=None, train_dataset=None,
                  eval_dataset=None, reward_func=None, reward_processor=None, formatters=None, external_transition=None,
                  wandb_config=None, eval_logger=None, eval_aggregator=None, args=None, *, centralized_comparator_adapter=None, callbacks=None):
-        args = resolve_args(args, self.config_class, num_agents, agents)
-        check_watchers(callbacks, wandb_config)
         inputs = Inputs(agent_model, agents, tokenizer, model_config, train_dataset, eval_dataset, reward_func, reward_processor,
                         formatters, external_transition, eval_logger, eval_aggregator, centralized_comparator_adapter)
-        super().__init__(prepare(args, inputs, with_references=args.dpo_reference, extra_streams=("pairs",)), callbacks, wandb_config)
+        self._start(inputs, num_agents, args, wandb_config, callbacks)
+
+    def _start(self, inputs: Inputs, num_agents: int, args: Any, wandb_config: Any, callbacks: Any) -> None:
+        args = resolve_args(args, self.config_class, num_agents, inputs.agents)
+        check_watchers(callbacks, wandb_config)
+        super().__init__(prepare(args, inputs, with_references=args.dpo_reference, extra_streams=self.extra_streams(args)), callbacks, wandb_config)
         self.source: ShuffledEpochs | None = None
         if args.dpo_reference:
             self.reference_models = clone_reference_models(self.agents, devices=self.setup.placement.references)
+
+    def extra_streams(self, args: MADPOConfig) -> tuple[str, ...]:
+        """The random streams that this trainer needs beside the team's."""
+        return ("pairs",)
 
     @property
     def samples_per_item(self) -> int:

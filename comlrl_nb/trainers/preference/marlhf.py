@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ...history import History
-from ...models.critics import plan_critics
+from ...models.critics import check_critics, plan_critics
 from ...models.loading import infer_model_name, read_model_config
 from ...models.reward import JointRewardModel
 from ...reward_source import RewardSource
@@ -33,7 +34,7 @@ from ..reward_phase import RewardPhase
 from ...types import Node, PreferencePair, Stats
 
 # %% auto #0
-__all__ = ['BACKENDS', 'ReinforceBackend', 'CriticBackend', 'backend_args', 'WholeText', 'MARLHFTrainer']
+__all__ = ['BACKENDS', 'ReinforceBackend', 'CriticBackend', 'backend_args', 'WholeText', 'check_judges', 'MARLHFTrainer']
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #e7027ffb
 class ReinforceBackend:
@@ -122,6 +123,15 @@ class WholeText(OneActorForAllRoles):
     def split(self, texts, item):
         return tuple(texts)
 
+# %% ../../../nbs/60_trainers/40_marlhf.ipynb #64ddadf6
+def check_judges(inputs: Inputs, agents: Sequence[Any], plan: Any, source: RewardSource) -> None:
+    """Raise for critics or a reward model that cannot be used, as far as objects and names tell."""
+    if plan is not None:
+        check_critics(plan, [inputs.agent_model, *agents], inputs.tokenizer)
+    tokenizer = inputs.tokenizer[0] if isinstance(inputs.tokenizer, (list, tuple)) and inputs.tokenizer else inputs.tokenizer
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and not source.settings.special_tokens:
+        source.check(tokenizer)
+
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #3cafec6d
 class MARLHFTrainer(TrainerBase):
     """Collects pairs, fits a joint reward model, and trains the agents on its frozen scores with one of six trainers.
@@ -146,14 +156,22 @@ class MARLHFTrainer(TrainerBase):
 
     def _start(self, inputs: Inputs, args: Any, wandb_config: Any, callbacks: Any, metrics_callback: Any, critic_model: Any, critics: Any, reward_model: Any) -> None:
         backend = BACKENDS[args.rl_algorithm]
-        name = infer_model_name(inputs.agent_model if inputs.agents is None else next(iter(inputs.agents), None))
+        listed = list(inputs.agents) if isinstance(inputs.agents, (list, tuple)) else []
+        name = infer_model_name(inputs.agent_model if inputs.agents is None else listed[0] if listed else None)
         plan = backend.plan_critics(args, critic_model, critics, name, inputs.model_config)
         source = RewardSource.resolve(args, reward_model, name, inputs.model_config)
         device = None if args.reward_model_device is None else DeviceScheduler.resolve_devices(args.reward_model_device, 1, kind="reward_model_device")[0]
         heads = backend.heads(args)
-        owners = None if heads is None else lambda streams: actor_owners(*heads, streams["heads"])
-        setup = prepare(args, inputs, with_references=args.reference_kl_enabled, extra_streams=("pairs", "batches", "heads", "reward"),
+
+        def owners(streams: Mapping[str, Any]) -> Any:
+            """Asked for when all else is checked and nothing is loaded yet."""
+            check_judges(inputs, listed, plan, source)
+            return None if heads is None else actor_owners(*heads, streams["heads"])
+
+        setup = prepare(args, inputs, with_references=args.reference_kl_enabled, extra_streams=self.extra_streams(args),
                         num_critics=backend.num_critics(args), owners=owners)
+        source.check(setup.team.actors[0].tokenizer)
+        source.reader(setup, args.reward_max_length)
         setup = replace(setup, placement=replace(setup.placement, reward_models=(device or setup.placement.agents[0],)),
                         evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.judge_metrics)))
         super().__init__(setup, callbacks, wandb_config)
@@ -163,6 +181,10 @@ class MARLHFTrainer(TrainerBase):
         self.rl = backend.start(learned, plan, metrics_callback)
         self.rl.run = self.run
         self.critics, self.critic_optimizers, self.reference_models = self.rl.critics, self.rl.critic_optimizers, self.rl.reference_models
+
+    def extra_streams(self, args: MARLHFConfig) -> tuple[str, ...]:
+        """The random streams that this trainer needs beside the team's."""
+        return ("pairs", "batches", "heads", "reward")
 
     @property
     def samples_per_item(self) -> int:
@@ -178,8 +200,13 @@ class MARLHFTrainer(TrainerBase):
         return collect_pairs(self, items).pairs
 
     def fit(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair] = ()) -> Stats:
-        """Fit a new reward model to `pairs`; metrics on them, on a held-out share (`reward_holdout`), and on `left_out` pairs."""
+        """Fit a new reward model to `pairs`; metrics on them, on a held-out share (`reward_holdout`), and on `left_out` pairs.
+
+        An interrupted `train()` is given up.
+        """
         check_pairs(pairs, len(self.team))
+        check_pairs(left_out, len(self.team))
+        self._begin_anew()
         with self.watched():
             return self.phase.fit(pairs, left_out, self.run)
 
@@ -188,6 +215,7 @@ class MARLHFTrainer(TrainerBase):
         check_pairs(pairs, len(self.team))
         if not pairs:
             return Stats()
+        self.setup.train.require()
         with self.watched():
             fitted, before = self.fit(pairs), len(self.history)
             self.rl.train()
@@ -211,14 +239,19 @@ class MARLHFTrainer(TrainerBase):
         self.setup.train.require()
         with self.watched():
             if self.collected is None:
+                self._begin_anew()
                 with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
                     self.collected = collect_pairs(self, None, self.args.preference_pairs_per_sample or 16)
             if self.collected.pairs:
                 if not self.phase.done:
                     self.phase.fit(self.collected.pairs, self.collected.left_out, self.run)
                 self.rl.train(**generation)
-        self.collected, self.phase.done = None, False
+        self._begin_anew()
         return self.history
+
+    def _begin_anew(self) -> None:
+        """Nothing is left to go on with."""
+        self.collected, self.phase.done, self.phase.batches, self.rl.source = None, False, None, None
 
     def evaluate(self, num_eval_samples: int | None = None) -> Stats:
         """Task reward of one joint response per held-out item, and how the judge's scores of them go with it."""
