@@ -28,8 +28,9 @@ from comlrl_nb.remote_rules import (
 from .types import markdown_table
 
 # %% auto #0
-__all__ = ['Line', 'is_transient', 'next_wait', 'portions', 'together', 'Exchange', 'run_apart', 'AnswerCache', 'need_packages',
-           'plain_value', 'check_request', 'count_answers', 'shown_error', 'format_of', 'limits_of', 'RemoteModel']
+__all__ = ['Line', 'is_transient', 'next_wait', 'portions', 'plain_value', 'encode', 'together', 'Exchange', 'run_apart',
+           'AnswerCache', 'need_packages', 'check_request', 'count_answers', 'shown_error', 'format_of', 'limits_of',
+           'RemoteModel']
 
 # %% ../nbs/40_preference/03_remote.ipynb #252f29fe
 @dataclass
@@ -105,6 +106,18 @@ def portions(num: int, most: int | None) -> list[int]:
     return [min(most, num - start) for start in range(0, num, most)]
 
 
+def plain_value(value: Any) -> Any:
+    """Arrays and tensors as lists, for JSON."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
+    return value.tolist()
+
+
+def encode(format: Format, request: Request, num: int) -> bytes:
+    """The body of one HTTP request for `num` candidates."""
+    return json.dumps(format.body(request, num), default=plain_value, allow_nan=False).encode()
+
+
 async def together(coroutines: Iterable[Coroutine]) -> list[Any]:
     """Their results in order; the first failure cancels the others."""
     async with asyncio.TaskGroup() as group:
@@ -113,11 +126,11 @@ async def together(coroutines: Iterable[Coroutine]) -> list[Any]:
 
 
 class Exchange:
-    """The requests of one call of `RemoteModel.answers`; `encode(request, num)` writes a body."""
+    """The requests of one call of `RemoteModel.answers`."""
 
-    def __init__(self, line: Line, encode: Callable[[Request, int], bytes]) -> None:
+    def __init__(self, line: Line) -> None:
         places = line.limits.max_concurrency
-        self.line, self.encode, self.turns, self.begun = line, encode, Turns(places), asyncio.Semaphore(places)
+        self.line, self.turns, self.begun = line, Turns(places), asyncio.Semaphore(places)
         self.most = line.limits.max_n if line.format.many else 1
 
     async def answers(self, number: int, request: Request) -> list[Answer]:
@@ -135,7 +148,7 @@ class Exchange:
         async with self.turns.turn(number):
             deadline.left()
             try:
-                found = await self.line.answers(self.encode(request, num), deadline)
+                found = await self.line.answers(encode(self.line.format, request, num), deadline)
             except RemoteError as error:
                 if not error.blocked:
                     raise
@@ -184,30 +197,30 @@ def run_apart(make: Callable[[], Awaitable[Any]], tell: Callable[[BaseException]
 
 # %% ../nbs/40_preference/03_remote.ipynb #9daec7ce
 class AnswerCache:
-    """Answers by request in the files of one folder."""
+    """Answers by request in the files of one folder, for the model at `place`."""
 
-    def __init__(self, folder: str | os.PathLike) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike, place: str, format: Format) -> None:
+        self.folder, self.place, self.format = Path(folder), place, format
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, *request: Any) -> Path:
-        """The file for what identifies a request."""
-        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{digest}.json"
+    def path(self, request: Request) -> Path:
+        """The file of a request."""
+        known = [self.place, type(self.format).__name__, request.num, encode(self.format, request, request.num).decode()]
+        return self.folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.json"
 
-    def get(self, path: Path, num: int) -> list[Answer] | None:
-        """The `num` answers in a file, or None."""
+    def get(self, request: Request) -> list[Answer] | None:
+        """The answers to a request, or None."""
         try:
-            found = [Answer(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+            found = [Answer(**entry) for entry in json.loads(self.path(request).read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError):
             return None
-        return found if len(found) == num else None
+        return found if len(found) == request.num else None
 
-    def put(self, path: Path, answers: Sequence[Answer]) -> None:
-        """Write a file whole or not at all."""
+    def put(self, request: Request, answers: Sequence[Answer]) -> None:
+        """Write the answers to a request whole or not at all."""
         with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", encoding="utf-8", delete=False) as file:
             json.dump([asdict(answer) for answer in answers], file)
-        os.replace(file.name, path)
+        os.replace(file.name, self.path(request))
 
 # %% ../nbs/40_preference/03_remote.ipynb #8ae74399
 def need_packages() -> None:
@@ -219,19 +232,12 @@ def need_packages() -> None:
         raise ImportError(f"a remote model needs the package {error.name}: pip install 'comlrl_nb[remote]'") from None
 
 
-def plain_value(value: Any) -> Any:
-    """Arrays and tensors as lists, for JSON."""
-    if not hasattr(value, "tolist"):
-        raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
-    return value.tolist()
-
-
-def check_request(index: int, request: Request, encode: Callable[[Request, int], bytes]) -> None:
+def check_request(index: int, request: Request, format: Format) -> None:
     """A request needs a prompt and a body that can be written as JSON."""
     if not isinstance(request.prompt, str) or not request.prompt or request.num < 0:
         raise ValueError(f"requests[{index}]: expected a prompt that is not empty and num of at least 0, got num={request.num}")
     try:
-        encode(request, request.num)
+        encode(format, request, request.num)
     except (TypeError, ValueError) as error:
         raise ValueError(f"requests[{index}] cannot be sent: {error}; it holds the prompt, comparator_api_extra_body and, "
                          f"in the generic format, the item with {sorted(map(str, request.item))}") from None
@@ -289,7 +295,7 @@ class RemoteModel:
         self.headers = Secret(request_headers(format, key, key_header, key_prefix, headers or {}))
         self.scrub = make_scrub([key or "", *words_of([headers or {}, format.extra_body, dict(parse_qsl(parts.query))])])
         self.scrub_answer = make_scrub([key] if key and len(key) >= 12 else [])
-        self.cache = None if cache_dir is None else AnswerCache(cache_dir)
+        self.cache = None if cache_dir is None else AnswerCache(cache_dir, self.place, format)
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -314,17 +320,10 @@ class RemoteModel:
         self.counts += count_answers(answer for answers in found for answer in answers)
         return found
 
-    def encode(self, request: Request, num: int) -> bytes:
-        """The body of one HTTP request for `num` candidates."""
-        return json.dumps(self.format.body(request, num), default=plain_value, allow_nan=False).encode()
-
-    def _path(self, request: Request) -> Path:
-        return self.cache.path(self.place, type(self.format).__name__, request.num, self.encode(request, request.num).decode())
-
     def _kept(self, index: int, request: Request) -> list[Answer] | None:
         """The answers that need no network; a request that cannot be sent raises `ValueError`."""
-        check_request(index, request, self.encode)
-        kept = self.cache.get(self._path(request), request.num) if self.cache and request.num else None
+        check_request(index, request, self.format)
+        kept = self.cache.get(request) if self.cache and request.num else None
         self.counts += Counter(cached=kept is not None)
         return [] if request.num == 0 else kept
 
@@ -332,15 +331,14 @@ class RemoteModel:
         import httpx
         with scrubbed_logs(self.scrub):
             async with httpx.AsyncClient(headers=self.headers.reveal(), timeout=None, limits=httpx.Limits(max_connections=None)) as client:
-                line = Line(client, self.url, self.format, self.limits, self.clocks, self.scrub, self.counts)
-                exchange = Exchange(line, self.encode)
+                exchange = Exchange(Line(client, self.url, self.format, self.limits, self.clocks, self.scrub, self.counts))
                 return dict(zip(requests, await together(self._one(exchange, *each) for each in requests.items())))
 
     async def _one(self, exchange: Exchange, index: int, request: Request) -> list[Answer]:
         found = await exchange.answers(index, request)
         answers = [Answer(answer.text and self.scrub_answer(answer.text), answer.finished, answer.reason) for answer in found]
         if self.cache:
-            self.cache.put(self._path(request), answers)
+            self.cache.put(request, answers)
         return answers
 
     def __repr__(self) -> str:

@@ -93,15 +93,26 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.seen, self.lock, self.closing = script, [], threading.Lock(), threading.Event()
         self.at_once = self.most_at_once = 0
+        self.full = threading.Event()
+        self.full_at = None
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_port}/v1/answers"
 
+    def until_full(self, places):
+        """Hold the answer back until so many requests are there at once (for 10 s at most)."""
+        with self.lock:
+            self.full_at = places
+            if self.at_once >= places:
+                self.full.set()
+        self.full.wait(10)
+
     def next_reply(self, seen):
         with self.lock:
             self.seen.append(seen)
-            reply = self.script(seen) if callable(self.script) else self.script[min(len(self.seen), len(self.script)) - 1]
+            number = len(self.seen)
+        reply = self.script(seen) if callable(self.script) else self.script[min(number, len(self.script)) - 1]
         return reply if isinstance(reply, Reply) else Reply(body=reply)
 
     @contextmanager
@@ -109,6 +120,8 @@ class Server(ThreadingHTTPServer):
         with self.lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
+            if self.full_at and self.at_once >= self.full_at:
+                self.full.set()
         try:
             yield
         finally:

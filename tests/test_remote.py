@@ -382,7 +382,7 @@ def test_one_try_is_bounded():
     with serving([Reply(how="stall"), chat("a")]) as server:
         remote = model(server, limits=Limits(timeout=0.2))
         assert texts(remote.answers([ask()])) == [["a"]]
-    assert remote.counts["retries"] == 1
+    assert remote.counts["retries"] >= 1
 
 
 def test_a_reply_that_drips_is_bounded_too():
@@ -455,14 +455,21 @@ def test_answers_come_in_the_order_of_the_requests():
 
 
 def test_at_most_so_many_at_once_and_not_fewer():
-    with serving(lambda seen: Reply(body={"content": [BLOCK]}, delay=0.05)) as server:
+    def script(seen):
+        server.until_full(8)
+        return {"content": [BLOCK]}
+    with serving(script) as server:
         model(server, Messages(), limits=Limits(max_concurrency=8)).answers([ask(32), ask(32)])
     assert server.most_at_once == 8 and len(server.seen) == 64
 
 
 def test_sixty_four_candidates_take_eight_rounds_even_where_n_is_ignored():
     """One request shows that the server ignores n; the other 63 go out eight at a time."""
-    with serving(lambda seen: Reply(body=chat("a"), delay=0.05)) as server:
+    def script(seen):
+        if seen.body["n"] == 1:
+            server.until_full(8)
+        return chat("a")
+    with serving(script) as server:
         remote = model(server)
         assert texts(remote.answers([ask(64)])) == [["a"] * 64]
     assert remote.counts["requests"] == 64 and server.most_at_once == 8
