@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from .models.actor_critic import CausalLMWithValueHead
-from .models.loading import ModelSettings, check_room, load_model, read_model_config
+from .models.loading import ModelSettings, check_name, check_room, load_model, read_model_config
 from .models.reward import JointRewardModel
 from .reward_text import JointTextReader
 from .setup import Setup
 from .utils.tokenizer_utils import ensure_pad_token, load_tokenizer
+from .writers import position_limit
 
 # %% auto #0
-__all__ = ['RewardSource', 'copied']
+__all__ = ['RewardSource', 'bare', 'copied']
 
 # %% ../nbs/50_training/06a_reward_source.ipynb #1eb29057
 @dataclass(frozen=True)
@@ -39,19 +40,43 @@ class RewardSource:
         origin = reward_model if reward_model is not None else args.reward_model_name or model_name
         if origin is None:
             raise ValueError("reward_model_name: None, and the agents are objects without an identifier; give reward_model_name, or reward_model=")
-        return cls(origin, read_model_config(model_config))
+        settings = read_model_config(model_config)
+        if args.reward_model_name is not None:
+            check_name(args.reward_model_name, settings.model_kwargs)
+        return cls(origin, settings)
+
+    @property
+    def named(self) -> bool:
+        """True when every fit loads the model anew."""
+        return isinstance(self.origin, str) and self.origin != "actors"
+
+    def check(self, tokenizer: Any) -> None:
+        """ValueError when the object to start from has no embeddings for some ids of agent 0's `tokenizer`."""
+        if not isinstance(self.origin, str):
+            check_room(bare(self.origin), tokenizer, "reward_model")
+
+    def reader(self, setup: Setup, max_length: int | None) -> JointTextReader:
+        """What joint texts are written with. ValueError when `max_length` leaves no room beside the headings."""
+        tokenizer = ensure_pad_token(load_tokenizer(self.origin, self.settings.tokenizer_kwargs)) if self.named else setup.team.actors[0].tokenizer
+        reader = JointTextReader(tokenizer, max_length)
+        reader.least(len(setup.team.actors), len(setup.team.actors))
+        return reader
 
     def fresh(self, setup: Setup, max_length: int | None, freeze_backbone: bool) -> tuple[JointRewardModel, JointTextReader, int]:
         """A model to fit, on its device, what it reads with, and its padding id."""
-        device = setup.placement.reward_models[0]
-        if isinstance(self.origin, str) and self.origin != "actors":
-            tokenizer = ensure_pad_token(load_tokenizer(self.origin, self.settings.tokenizer_kwargs))
+        reader = self.reader(setup, max_length)
+        if self.named:
             model = JointRewardModel(load_model(self.origin, self.settings.model_kwargs), freeze_backbone)
         else:
-            tokenizer = setup.team.actors[0].tokenizer
             model = copied(setup.team.models[0] if isinstance(self.origin, str) else self.origin, freeze_backbone)
-        check_room(model.backbone, tokenizer, "the reward model")
-        return model.to(device), JointTextReader(tokenizer, max_length), tokenizer.pad_token_id
+        check_room(model.backbone, reader.tokenizer, "the reward model")
+        reader.positions = position_limit(model.backbone)
+        return model.to(setup.placement.reward_models[0]), reader, reader.tokenizer.pad_token_id
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The language model inside a reward model or beside a value head, or `model` itself."""
+    return model.backbone if isinstance(model, JointRewardModel) else model.model if isinstance(model, CausalLMWithValueHead) else model
 
 
 def copied(model: torch.nn.Module, freeze_backbone: bool) -> JointRewardModel:

@@ -39,35 +39,48 @@ def without_middle(ids: Sequence[int], keep: int) -> list[int]:
 
 # %% ../nbs/40_preference/02_reward_text.ipynb #cd1d3bee
 class JointTextReader:
-    """Joint texts in the ids of `tokenizer`, at most `max_length` of them (None: no limit)."""
+    """Joint texts in the ids of `tokenizer`, at most `max_length` of them (None: no limit). More than `positions` ids are a ValueError."""
 
-    def __init__(self, tokenizer: Any, max_length: int | None = None):
-        self.tokenizer, self.max_length, self.shortened = tokenizer, max_length, 0
+    def __init__(self, tokenizer: Any, max_length: int | None = None, positions: int | None = None):
+        self.tokenizer, self.max_length, self.positions, self.shortened = tokenizer, max_length, positions, 0
         self.encode = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
         self.start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
 
     def ids(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[int, ...]:
         """The token ids of one joint response: every prompt under a heading, then every text under one."""
-        heads = [self.encode(f"Agent {agent} reads:\n") for agent in range(len(prompts))]
-        marks = [self.encode(f"Agent {agent} writes:\n") for agent in range(len(texts))]
-        end = self.encode("\n\n")
-        read, wrote = [self.encode(prompt) for prompt in prompts], [self.encode(text) for text in texts]
-        fixed = len(self.start) + sum(map(len, (*heads, *marks))) + len(end) * (len(prompts) + len(texts))
-        read, wrote = self._fit(read, wrote, fixed)
-        return self.start + tuple(token for head, body in zip((*heads, *marks), (*read, *wrote)) for token in (*head, *body, *end))
+        heads, end = self._headings(len(prompts), len(texts)), self.encode("\n\n")
+        read, wrote = [self._unstarted(self.encode(prompt)) for prompt in prompts], [self.encode(text) for text in texts]
+        read, wrote = self._fit(read, wrote, self.least(len(prompts), len(texts)))
+        ids = self.start + tuple(token for head, body in zip(heads, (*read, *wrote)) for token in (*head, *body, *end))
+        if self.positions is not None and len(ids) > self.positions:
+            raise ValueError(f"reward_max_length={self.max_length}: a joint text of {len(ids)} tokens does not fit into the reward model's {self.positions} positions; "
+                             f"set reward_max_length to at most {self.positions}")
+        return ids
+
+    def least(self, prompts: int, texts: int) -> int:
+        """How many tokens there are beside `prompts` prompts and `texts` answers. ValueError unless `max_length` leaves room for more."""
+        fixed = len(self.start) + sum(map(len, self._headings(prompts, texts))) + len(self.encode("\n\n")) * (prompts + texts)
+        if self.max_length is not None and fixed >= self.max_length:
+            raise ValueError(f"reward_max_length={self.max_length}: the headings alone take {fixed} tokens; give more")
+        return fixed
+
+    def _headings(self, prompts: int, texts: int) -> list[tuple[int, ...]]:
+        return [self.encode(f"Agent {agent} {does}:\n") for does, count in (("reads", prompts), ("writes", texts)) for agent in range(count)]
+
+    def _unstarted(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A rendered chat brings a start token of its own; the joint text has one already."""
+        return ids[1:] if self.start and ids[:1] == self.start else ids
 
     def _fit(self, read: list, wrote: list, fixed: int) -> tuple[list, list]:
         answers = sum(map(len, wrote))
         if self.max_length is None or fixed + sum(map(len, read)) + answers <= self.max_length:
             return read, wrote
-        self._warn(fixed)
+        self._warn()
         room = self.max_length - fixed
         kept, left = shares([len(ids) for ids in read], room - answers), shares([len(ids) for ids in wrote], min(answers, room))
         return [without_middle(ids, n) for ids, n in zip(read, kept)], [without_middle(ids, n) for ids, n in zip(wrote, left)]
 
-    def _warn(self, fixed: int) -> None:
-        if fixed >= self.max_length:
-            raise ValueError(f"reward_max_length={self.max_length}: the headings alone take {fixed} tokens; give more")
+    def _warn(self) -> None:
         if not self.shortened:
             warnings.warn(f"a joint text is longer than reward_max_length={self.max_length} tokens: the middle of its prompts is left out", stacklevel=4)
         self.shortened += 1

@@ -123,7 +123,7 @@ def last_states(model: nn.Module, texts: Sequence[Sequence[int]], pad_id: int = 
         raise ValueError("a text without tokens has no value: there must be something to read")
     device = next(model.parameters()).device
     if not unique:
-        return torch.zeros(0, hidden_size_of(model), device=device)
+        return torch.zeros(0, hidden_size_of(model), device=device, dtype=next(model.parameters()).dtype)
     found = families(unique) if body_of(model) is not None else [(0, [index]) for index in range(len(unique))]
     kin, alone = [(length, members) for length, members in found if length], [members[0] for length, members in found if not length]
     ends = [(start, unique[index][length:]) for start, (length, members) in enumerate(kin) for index in members]

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..logprobs import distinct
 from .last_states import final_states, hidden_size_of, last_states
 from .loading import load_model
 
@@ -52,8 +53,9 @@ class JointRewardModel(nn.Module):
 
     def scores(self, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
         """Scores `[M]` of M token sequences, each distinct one run once; float32, or float64 for float64 models. Gradients flow."""
-        values = self.reward_head(last_states(self.backbone, texts, pad_id))[:, 0]
-        return values if values.dtype == torch.float64 else values.float()
+        unique, place = distinct([tuple(ids) for ids in texts])
+        values = self.reward_head(last_states(self.backbone, unique, pad_id))[:, 0]
+        return (values if values.dtype == torch.float64 else values.float())[torch.tensor(place, dtype=torch.long, device=values.device)]
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """The backbone as its own folder, and the head beside it."""
