@@ -28,9 +28,9 @@ from comlrl_nb.remote_rules import (
 from .types import markdown_table
 
 # %% auto #0
-__all__ = ['Line', 'is_transient', 'next_wait', 'portions', 'plain_value', 'encode', 'together', 'Exchange', 'run_apart',
-           'AnswerCache', 'need_packages', 'check_request', 'count_answers', 'shown_error', 'format_of', 'limits_of',
-           'RemoteModel']
+__all__ = ['Line', 'is_transient', 'next_wait', 'portions', 'plain_value', 'encode', 'together', 'advice', 'Exchange',
+           'run_apart', 'AnswerCache', 'need_packages', 'check_request', 'count_answers', 'shown_error', 'format_of',
+           'limits_of', 'RemoteModel']
 
 # %% ../nbs/40_preference/03_remote.ipynb #252f29fe
 @dataclass
@@ -125,6 +125,12 @@ async def together(coroutines: Iterable[Coroutine]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
+def advice(error: RemoteError, num: int) -> str:
+    """A hint for servers that refuse several candidates in one request."""
+    refused = error.status in (400, 422) and num > 1
+    return f" (asked for {num} candidates at once; comparator_api_max_n_per_request=1 asks for one at a time)" * refused
+
+
 class Exchange:
     """The requests of one call of `RemoteModel.answers`."""
 
@@ -151,6 +157,7 @@ class Exchange:
                 found = await self.line.answers(encode(self.line.format, request, num), deadline)
             except RemoteError as error:
                 if not error.blocked:
+                    error.args = (f"{error}{advice(error, num)}",)
                     raise
                 found = [Answer(None, False, "blocked")] * num
         if len(found) < num:

@@ -97,10 +97,11 @@ PASSING = {"rate_limit_error", "rate_limit_exceeded", "overloaded_error", "overl
 
 
 def is_passing(status: int | None, codes: Iterable[str]) -> bool:
-    """May trying again help? 408, 409, 425, 429 and 5xx, or a code that says so; never when the account is exhausted."""
-    numbers = {status, *(int(code) for code in codes if code.isdecimal())}
-    retried = any(number in (408, 409, 425, 429) or number >= 500 for number in numbers - {None})
-    return not EXHAUSTED & set(codes) and (retried or bool(PASSING & set(codes)))
+    """May trying again help? 408, 409, 425, 429 and 5xx; without a status, a code that says so; never when the account is exhausted."""
+    codes = set(codes)
+    numbers = {int(code) for code in codes if code.isdecimal()} if status is None else {status}
+    busy = any(number in (408, 409, 425, 429) or number >= 500 for number in numbers) or (status is None and bool(PASSING & codes))
+    return busy and not EXHAUSTED & codes
 
 
 def raise_error(reply: Any) -> None:

@@ -348,6 +348,14 @@ def test_other_statuses_are_not_tried_again_and_show_the_message(status, body, s
     assert len(server.seen) == 1 and caught.value.status == status
 
 
+def test_a_server_that_takes_one_candidate_at_a_time():
+    with serving(lambda seen: chat("a") if seen.body["n"] == 1 else Reply(400, chat_error("n must be 1", type="api_error"))) as server:
+        with pytest.raises(RemoteError, match=r"n must be 1 \(asked for 3 candidates at once; comparator_api_max_n_per_request=1"):
+            model(server).answers([ask(3)])
+        assert len(server.seen) == 1
+        assert texts(model(server, limits=Limits(max_n=1)).answers([ask(3)])) == [["a"] * 3]
+
+
 def test_a_server_may_forbid_another_try():
     with serving([Reply(500, chat_error("broken for good"), {"x-should-retry": "false"})]) as server, pytest.raises(RemoteError, match="for good"):
         model(server).answers([ask()])
@@ -537,6 +545,15 @@ def test_a_failure_cancels_the_others():
             model(server).answers([ask(), ask(), ask(prompt="bad")])
         assert time.monotonic() - started < 5
     wait_until(lambda: not remote_threads())
+
+
+def test_failures_leave_nothing_on_the_terminal():
+    code = ("import sys\nfrom comlrl_nb.remote import RemoteError, RemoteModel, Request\nfrom comlrl_nb.remote_formats import Messages\n"
+            "try:\n    RemoteModel(sys.argv[1], Messages()).answers([Request('p', 0, 16, {}), Request('q', 0, 16, {})])\n"
+            "except RemoteError as error:\n    print(error.status)\n")
+    with serving([Reply(401, chat_error("no key"))]) as server:
+        done = subprocess.run([sys.executable, "-X", "dev", "-W", "ignore::DeprecationWarning", "-c", code, server.url], capture_output=True, text=True)
+    assert done.stdout == "401\n" and "never retrieved" not in done.stderr and "remote" not in done.stderr, done.stderr
 
 
 # ---- loops, interruptions, random numbers
