@@ -18,7 +18,7 @@ __all__ = ["GROUPS", "Trees", "forwards", "generate_calls", "letters", "naive_kl
            "walked", "weights"]
 
 TOKENIZER = micro_tokenizer()
-SMALL = {**GROUPS, "num_generations": 1, "critic_learning_rate": 1e-2}
+SMALL = {**GROUPS, "num_generations": 1, "critic_learning_rate": 1e-2, "max_new_tokens": 3}
 DOUBLE = dict(dtype=torch.float64)
 TWO_TURNS = dict(num_turns=2)
 KINDS = {  # every way to have critics: the trainer and what it is made with
@@ -54,7 +54,7 @@ def make(agents=None, *, name="MAAC", args=None, tokenizer=None, **given):
     agents = agents or team()
     fields.setdefault("num_agents", len(agents))
     call = dict(train_dataset=rows(), reward_func=letters, callbacks=[])
-    if fields.get("use_separate_critic", True) and "critic_model" not in given:
+    if fields.get("use_separate_critic", True) and not {"critic_model", "critics"} & given.keys():
         dtype = next(agents[0].parameters()).dtype
         call["critics"] = [critic(50 + i, dtype=dtype) for i in range(1 if name == "MAAC" else len(agents))]
     if fields.get("num_turns", 1) > 1:
