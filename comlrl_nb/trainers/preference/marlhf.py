@@ -34,7 +34,8 @@ from ..reward_phase import RewardPhase
 from ...types import Node, PreferencePair, Stats
 
 # %% auto #0
-__all__ = ['BACKENDS', 'ReinforceBackend', 'CriticBackend', 'backend_args', 'WholeText', 'check_judges', 'MARLHFTrainer']
+__all__ = ['BACKENDS', 'ReinforceBackend', 'CriticBackend', 'backend_args', 'with_critic_devices', 'WholeText', 'check_judges',
+           'MARLHFTrainer']
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #e7027ffb
 class ReinforceBackend:
@@ -104,10 +105,15 @@ def backend_args(args: MARLHFConfig, trainer_class: type) -> Any:
     """The configuration of the back end: its fields have the values they have in `args`."""
     known = {entry.name: getattr(args, entry.name) for entry in fields(trainer_class.config_class) if hasattr(args, entry.name)}
     known["num_agents"] = args.num_actors
-    if known.get("critic_devices", "") is None and args.parallel_training == "mp":
-        one = args.agent_devices if isinstance(args.agent_devices, str) else list(args.agent_devices)[0]
-        known["critic_devices"] = one if trainer_class is MAACTrainer else args.agent_devices
     return trainer_class.config_class(**known)
+
+
+def with_critic_devices(args: MARLHFConfig) -> MARLHFConfig:
+    """`args`, or a copy in which critics without devices of their own live with the agents, a shared one with agent 0."""
+    if args.critic_devices is not None or args.parallel_training != "mp":
+        return args
+    listed = isinstance(args.agent_devices, (list, tuple))
+    return replace(args, critic_devices=args.agent_devices[0] if listed and args.rl_algorithm == "maac" else args.agent_devices)
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #526e12bc
 class WholeText(OneActorForAllRoles):
@@ -168,16 +174,17 @@ class MARLHFTrainer(TrainerBase):
             check_judges(inputs, listed, plan, source)
             return None if heads is None else actor_owners(*heads, streams["heads"])
 
-        setup = prepare(args, inputs, with_references=args.reference_kl_enabled, extra_streams=self.extra_streams(args),
+        placed = with_critic_devices(args)
+        setup = prepare(placed, inputs, with_references=args.reference_kl_enabled, extra_streams=self.extra_streams(args),
                         num_critics=backend.num_critics(args), owners=owners)
         source.check(setup.team.actors[0].tokenizer)
         source.reader(setup, args.reward_max_length)
-        setup = replace(setup, placement=replace(setup.placement, reward_models=(device or setup.placement.agents[0],)),
+        setup = replace(setup, args=args, placement=replace(setup.placement, reward_models=(device or setup.placement.agents[0],)),
                         evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.judge_metrics)))
         super().__init__(setup, callbacks, wandb_config)
         self.phase = RewardPhase(args, source, setup)
         self.collected: Collected | None = None
-        learned = replace(setup, args=backend_args(args, backend.trainer_class), reward=self.phase.learned, roles=WholeText(setup.roles) if is_central(args) else setup.roles)
+        learned = replace(setup, args=backend_args(placed, backend.trainer_class), reward=self.phase.learned, roles=WholeText(setup.roles) if is_central(args) else setup.roles)
         self.rl = backend.start(learned, plan, metrics_callback)
         self.rl.run = self.run
         self.critics, self.critic_optimizers, self.reference_models = self.rl.critics, self.rl.critic_optimizers, self.rl.reference_models
