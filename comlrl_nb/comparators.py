@@ -11,11 +11,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .generation import to_completions
 from .models.modes import freeze
 from .prompts import encode_text_completion
 from .remote import RemoteModel
@@ -27,7 +29,7 @@ from .writers import Actor, Writers
 
 # %% auto #0
 __all__ = ['Written', 'Source', 'LocalSource', 'same_weights', 'Current', 'CurrentCopy', 'Fixed', 'Past', 'Remote',
-           'in_tokens_of', 'JointAnswers', 'RoleComparator', 'CentralComparator']
+           'same_vocabulary', 'in_tokens_of', 'JointAnswers', 'RoleComparator', 'CentralComparator']
 
 # %% ../nbs/40_preference/05_comparators.ipynb #5cac3c42
 @dataclass(frozen=True)
@@ -109,13 +111,14 @@ class CurrentCopy(LocalSource):
 
 
 class Fixed(LocalSource):
-    """Models that never change."""
+    """Models that never change; they sample as `team` does (None: as they were made)."""
 
-    def __init__(self, writers: Writers):
+    def __init__(self, writers: Writers, team: Writers | None = None):
         super().__init__()
-        self.fixed = writers
+        self.fixed, self.team = writers, team
 
     def writers(self, iteration: int) -> Writers:
+        self.fixed.sampling = self.fixed.sampling if self.team is None else self.team.sampling
         return self.fixed
 
 # %% ../nbs/40_preference/05_comparators.ipynb #560c26d1
@@ -171,13 +174,23 @@ class Remote:
         return [[Written(tuple(known(answer) for answer in next(answers))) for _ in row] for row in prompts]
 
 # %% ../nbs/40_preference/05_comparators.ipynb #d6f60942
+@lru_cache(maxsize=64)
+def same_vocabulary(first: Any, second: Any) -> bool:
+    """True when two tokenizers number the same tokens in the same way."""
+    return first is second or first.get_vocab() == second.get_vocab()
+
+
 def in_tokens_of(actor: Actor, completion: Completion, tokenizer: Any) -> Completion:
     """The completion as `actor` would have sampled it."""
-    if tokenizer is not None and (tokenizer is actor.tokenizer or tokenizer.get_vocab() == actor.tokenizer.get_vocab()):
+    if tokenizer is None or not same_vocabulary(tokenizer, actor.tokenizer):
+        return encode_text_completion(actor.tokenizer, completion.text, actor.eos_ids[0] if actor.eos_ids else None, completion.finished)
+    ids, ends = completion.token_ids, frozenset(actor.eos_ids)
+    body = ids[:-1] if completion.finished else ids
+    if ends.isdisjoint(body) and (not completion.finished or ids[-1] in ends):
         return completion
-    return encode_text_completion(actor.tokenizer, completion.text, actor.eos_ids[0] if actor.eos_ids else None, completion.finished)
+    return to_completions([(*body, *(actor.eos_ids[:1] if completion.finished else ()))], actor.tokenizer, ends)[0]
 
-
+# %% ../nbs/40_preference/05_comparators.ipynb #6eaefb5a
 @dataclass
 class JointAnswers:
     """A comparator's candidates for one item, one completion per actor each; None where there is none, and how many for which reason."""
