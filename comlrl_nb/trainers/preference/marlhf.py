@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...history import History
 from ...models.critics import check_critics, plan_critics
-from ...models.loading import infer_model_name, read_model_config
+from ...models.loading import read_model_config, resolve_model_sources
 from ...models.reward import JointRewardModel
 from ...reward_source import RewardSource
 from ...rollout import OneActorForAllRoles
@@ -133,7 +133,7 @@ class WholeText(OneActorForAllRoles):
 def check_judges(inputs: Inputs, agents: Sequence[Any], plan: Any, source: RewardSource) -> None:
     """Raise for critics or a reward model that cannot be used, as far as objects and names tell."""
     if plan is not None:
-        check_critics(plan, [inputs.agent_model, *agents], inputs.tokenizer)
+        check_critics(plan, agents, inputs.tokenizer)
     tokenizer = inputs.tokenizer[0] if isinstance(inputs.tokenizer, (list, tuple)) and inputs.tokenizer else inputs.tokenizer
     if isinstance(tokenizer, PreTrainedTokenizerBase) and not source.settings.special_tokens:
         source.check(tokenizer)
@@ -162,8 +162,7 @@ class MARLHFTrainer(TrainerBase):
 
     def _start(self, inputs: Inputs, args: Any, wandb_config: Any, callbacks: Any, metrics_callback: Any, critic_model: Any, critics: Any, reward_model: Any) -> None:
         backend = BACKENDS[args.rl_algorithm]
-        listed = list(inputs.agents) if isinstance(inputs.agents, (list, tuple)) else []
-        name = infer_model_name(inputs.agent_model if inputs.agents is None else listed[0] if listed else None)
+        agents, name = resolve_model_sources(kind="agents", model=inputs.agent_model, models=inputs.agents, expected_count=args.num_actors, model_label="agent_model")
         plan = backend.plan_critics(args, critic_model, critics, name, inputs.model_config)
         source = RewardSource.resolve(args, reward_model, name, inputs.model_config)
         device = None if args.reward_model_device is None else DeviceScheduler.resolve_devices(args.reward_model_device, 1, kind="reward_model_device")[0]
@@ -171,7 +170,7 @@ class MARLHFTrainer(TrainerBase):
 
         def owners(streams: Mapping[str, Any]) -> Any:
             """Asked for when all else is checked and nothing is loaded yet."""
-            check_judges(inputs, listed, plan, source)
+            check_judges(inputs, agents, plan, source)
             return None if heads is None else actor_owners(*heads, streams["heads"])
 
         placed = with_critic_devices(args)
