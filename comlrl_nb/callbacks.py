@@ -28,6 +28,7 @@ class Callback:
     def on_nodes(self, kind: str, nodes: Sequence[Node]) -> None: ...
     def on_row(self, row: Mapping[str, Any]) -> None: ...
     def on_end(self, history: History) -> None: ...
+    def on_safe_point(self) -> None: ...
 
 # %% ../nbs/50_training/01_callbacks.ipynb #211606d8
 class Callbacks(Callback):
@@ -58,6 +59,10 @@ class Callbacks(Callback):
     def on_end(self, history):
         for callback in self.callbacks:
             callback.on_end(history)
+
+    def on_safe_point(self):
+        for callback in self.callbacks:
+            callback.on_safe_point()
 
 # %% ../nbs/50_training/01_callbacks.ipynb #8885c0b1
 def in_notebook() -> bool:

@@ -50,13 +50,17 @@ def at_least(entries: Sequence[Any], capacity: int) -> tuple[list[list[Any]], li
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #71153433
 @dataclass(frozen=True)
 class Filling:
-    """How a buffer is filled and used: an item gives at most `per_item` entries, `cut` says when it is full, `prepare` makes minibatches."""
+    """How a buffer is filled and used: an item gives at most `per_item` entries, `cut` says when it is full, `prepare` makes minibatches.
+
+    `streams` are those that `collect` draws from.
+    """
 
     collect: Callable[[Sequence[Mapping[str, Any]], int], list[Any]]
     prepare: Callable[[list[Any]], list[list[Any]]]
     per_item: int
     capacity: int
     cut: Callable[[Sequence[Any], int], tuple[list[list[Any]], list[Any]]] = exactly
+    streams: Sequence[RandomStream] = ()
 
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #d612c783
 class FreshBatches:
@@ -65,12 +69,14 @@ class FreshBatches:
     def __init__(self, items: Items, filling: Filling, epochs: int):
         self.items, self.filling, self.epochs = items, filling, epochs
         self.epoch, self.position, self.reported = 0, 0, 0
-        self.order = items.order()
+        self.order: list[int] | None = None
+        self.ordered = False
         self.taken: list[Mapping[str, Any]] = []
         self.buffer: list[Any] = []
         self.ready: list[list[Any]] = []
         self.stats = Stats()
         self._rows: Iterator[Mapping[str, Any]] | None = None
+        self._before: list[dict] = []
 
     def current(self) -> Batch | None:
         while not self.ready and self.epoch < self.epochs:
@@ -83,11 +89,37 @@ class FreshBatches:
     def done(self) -> None:
         self.ready, self.reported, self.stats = self.ready[1:], self.position, Stats()
 
+    @property
+    def epochs_done(self) -> int:
+        """Whole epochs whose entries have all been learned from."""
+        return self.epoch + (not self.ready and not self.buffer and self.epoch < self.epochs and self.position > 0 and self._at_end())
+
+    def _at_end(self) -> bool:
+        if self.items.length is not None:
+            return self.position >= self.items.length
+        self._take(1)
+        return not self.taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the supply stands, with what has been played and not yet learned from."""
+        return {"epoch": self.epoch, "position": self.position, "reported": self.reported, "order": self.order, "ordered": self.ordered, "buffer": list(self.buffer),
+                "ready": [list(batch) for batch in self.ready], "stats": self.stats, "length": self.items.length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same dataset; another length is a `ValueError`."""
+        if state["length"] != self.items.length:
+            raise ValueError(f"{self.items.name}: it has {self.items.length} rows, the saved run's had {state['length']}")
+        self.epoch, self.position, self.reported = state["epoch"], state["position"], state["reported"]
+        self.order, self.ordered = state["order"], state["ordered"]
+        self.buffer, self.ready, self.stats = list(state["buffer"]), [list(batch) for batch in state["ready"]], Stats(state["stats"])
+        self.taken, self._rows = [], None
+
     def _fill(self) -> None:
         """Play the items that fill the buffer; at the end of an epoch use what is left, then begin the next."""
         self._take(max(1, -(-(self.filling.capacity - len(self.buffer)) // self.filling.per_item)))
         if self.taken:
             started = time.perf_counter()
+            self._as_before()
             entries = self.filling.collect(self.taken, self.position)
             with interrupt_afterwards():
                 self._keep(entries, time.perf_counter() - started)
@@ -95,7 +127,16 @@ class FreshBatches:
             with interrupt_afterwards():
                 self._end_epoch()
 
+    def _as_before(self) -> None:
+        """A second attempt at the same items draws what the first one drew."""
+        for stream, state in zip(self.filling.streams, self._before):
+            stream.load_state_dict(state)
+        self._before = [stream.state_dict() for stream in self.filling.streams]
+
     def _take(self, count: int) -> None:
+        if not self.ordered:
+            with interrupt_afterwards():
+                self.order, self.ordered = self.items.order(), True
         try:
             if self._rows is None:
                 self._rows = self.items.rows(self.order, self.position + len(self.taken))
@@ -108,7 +149,7 @@ class FreshBatches:
     def _keep(self, entries: list[Any], seconds: float) -> None:
         full, self.buffer = self.filling.cut([*self.buffer, *entries], self.filling.capacity)
         self.ready += [batch for each in full for batch in self.filling.prepare(each)]
-        self.position, self.taken = self.position + len(self.taken), []
+        self.position, self.taken, self._before = self.position + len(self.taken), [], []
         rate = sum(entry.tokens for entry in entries) / max(seconds, 1e-9)
         self.stats = Stats({"seconds/rollout": self.stats.get("seconds/rollout", 0.0) + seconds, "tokens_per_second": rate})
 
@@ -116,5 +157,4 @@ class FreshBatches:
         if self.buffer:
             self.ready, self.buffer = self.filling.prepare(self.buffer), []
         else:
-            self.epoch, self.position, self.reported, self._rows = self.epoch + 1, 0, 0, None
-            self.order = self.items.order() if self.epoch < self.epochs else None
+            self.epoch, self.position, self.reported, self._rows, self.ordered = self.epoch + 1, 0, 0, None, False

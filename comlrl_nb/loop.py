@@ -19,7 +19,30 @@ from .streams import RandomStream
 from .types import Stats
 
 # %% auto #0
-__all__ = ['Batch', 'Source', 'ShuffledEpochs', 'Once', 'Run', 'watched', 'interrupt_afterwards', 'train_batches']
+__all__ = ['interrupt_afterwards', 'Batch', 'Source', 'ShuffledEpochs', 'Once', 'Run', 'watched', 'train_batches']
+
+# %% ../nbs/50_training/05_loop.ipynb #e526e78f
+@contextmanager
+def interrupt_afterwards() -> Iterator[None]:
+    """Hold back the first Ctrl-C until the block is done; only in the main thread, where signals arrive."""
+    outside = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(outside):
+        yield
+        return
+    held: list[tuple] = []
+
+    def hold(*arguments):
+        if held:
+            outside(*arguments)
+        held.append(arguments)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, outside)
+    if held:
+        outside(*held[0])
 
 # %% ../nbs/50_training/05_loop.ipynb #2e974b96
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ class ShuffledEpochs:
         self.entries, self.batch_size, self.epochs, self.stream = list(entries), batch_size, epochs, stream
         self.env_steps_per_entry = env_steps_per_entry
         self.epoch, self.index = 0, 0
-        self.order = self._new_order()
+        self.order: list[int] | None = None  # drawn when the epoch begins
 
     def _new_order(self) -> list[int]:
         order = list(range(len(self.entries)))
@@ -74,6 +97,9 @@ class ShuffledEpochs:
     def current(self) -> Batch | None:
         if self.epoch >= self.epochs or not self.entries:
             return None
+        if self.order is None:
+            with interrupt_afterwards():
+                self.order = self._new_order()
         places = self.order[self.index * self.batch_size:(self.index + 1) * self.batch_size]
         return Batch([self.entries[place] for place in places], self.epoch, self.index, self.index + 1, self.batches_per_epoch,
                      self.env_steps_per_entry * len(places))
@@ -81,17 +107,19 @@ class ShuffledEpochs:
     def done(self) -> None:
         self.index += 1
         if self.index == self.batches_per_epoch:
-            self.epoch, self.index = self.epoch + 1, 0
-            if self.epoch < self.epochs:
-                self.order = self._new_order()
+            self.epoch, self.index, self.order = self.epoch + 1, 0, None
+
+    @property
+    def epochs_done(self) -> int:
+        return self.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "index": self.index, "order": list(self.order), "size": len(self.entries)}
+        return {"epoch": self.epoch, "index": self.index, "order": self.order, "size": len(self.entries)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["size"] != len(self.entries):
             raise ValueError(f"batches: the saved state is of {state['size']} entries, there are {len(self.entries)}")
-        self.epoch, self.index, self.order = state["epoch"], state["index"], list(state["order"])
+        self.epoch, self.index, self.order = state["epoch"], state["index"], state["order"]
 
 # %% ../nbs/50_training/05_loop.ipynb #62ddb0ab
 class Once:
@@ -162,29 +190,6 @@ def watched(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
         run.events.on_end(run.history)
         run.events, run.watching = Callbacks(), False
 
-# %% ../nbs/50_training/05_loop.ipynb #e526e78f
-@contextmanager
-def interrupt_afterwards() -> Iterator[None]:
-    """Hold back the first Ctrl-C until the block is done; only in the main thread, where signals arrive."""
-    outside = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(outside):
-        yield
-        return
-    held: list[tuple] = []
-
-    def hold(*arguments):
-        if held:
-            outside(*arguments)
-        held.append(arguments)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, outside)
-    if held:
-        outside(*held[0])
-
 # %% ../nbs/50_training/05_loop.ipynb #c18b2f8e
 def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tuple[float, Stats]], *, name: str = "train",
                   evaluate: Callable[[], Any] | None = None, eval_interval: int = 0) -> Stats:
@@ -195,8 +200,12 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
     seen: list[Stats] = []
     while (batch := source.current()) is not None:
         if evaluate is not None and batch.reaches(eval_interval) and run.evaluated_before != run.update:  # not again when an interrupted update is done anew
-            evaluate()
-            run.evaluated_before = run.update
+            rows = len(run.history)
+            try:
+                evaluate()
+            finally:
+                if len(run.history) > rows:
+                    run.evaluated_before = run.update
         if (batch.start == 0 and batch.stop > 0) or not seen:
             run.events.on_phase(f"{name} epoch {batch.epoch + 1}", None if batch.total is None else batch.total - batch.start)
         started = time.perf_counter()
@@ -205,5 +214,6 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
             stats = Stats({**batch.stats, **stats, "seconds/update": time.perf_counter() - started})
             source.done()
             run.count(stats, batch.env_steps, batch.stop - batch.start)
+            run.events.on_safe_point()
         seen.append(stats)
     return Stats.mean(seen)

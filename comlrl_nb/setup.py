@@ -40,16 +40,19 @@ def is_central(args: Any) -> bool:
     return isinstance(args, Collaboration) and args.collaboration_mode == "centralized"
 
 
-def resolve_args(args: Any, config_class: type, num_agents: int, agents: Sequence[Any] | None) -> Any:
-    """The checked configuration, its `num_agents` agreeing with the constructor's and (with one actor per role) with the list."""
-    if args is not None and next((base for base in type(args).__mro__ if base.__module__ == config_class.__module__), None) is not config_class:
+def resolve_args(args: Any, config_class: type, num_agents: int, agents: Sequence[Any] | None, also_taken: Sequence[type] = ()) -> Any:
+    """The checked configuration, its `num_agents` agreeing with the constructor's and (with one actor per role) with the list.
+
+    It is of `config_class`, or of one of the classes `also_taken`.
+    """
+    if args is not None and next((base for base in type(args).__mro__ if base.__module__ == config_class.__module__), None) not in (config_class, *also_taken):
         raise ValueError(f"args: a {config_class.__name__} is needed, got {type(args).__name__}")
     if isinstance(num_agents, bool) or not isinstance(num_agents, int) or num_agents < 1:
         raise ValueError(f"num_agents: a whole number of at least 1 is needed, got {num_agents!r}")
     said = {}
     if not isinstance(num_agents, DefaultCount):
         said["num_agents"] = int(num_agents)
-    if isinstance(agents, (list, tuple)) and not is_central(args):
+    if isinstance(agents, (list, tuple)) and not is_central(config_class() if args is None else args):
         said["len(agents)"] = len(agents)
     if args is not None:
         said["args.num_agents"] = args.num_agents

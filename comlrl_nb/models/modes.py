@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 # %% auto #0
-__all__ = ['eval_mode', 'device_of', 'freeze']
+__all__ = ['eval_mode', 'without_gradients', 'device_of', 'freeze']
 
 # %% ../../nbs/20_models/03_modes.ipynb #c89941a0
 @contextmanager
@@ -26,6 +26,19 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in were_training:
             module.training = True
+
+# %% ../../nbs/20_models/03_modes.ipynb #f206aabb
+@contextmanager
+def without_gradients(*models: nn.Module) -> Iterator[None]:
+    """No parameter of `models` requires a gradient inside the block."""
+    trainable = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 # %% ../../nbs/20_models/03_modes.ipynb #646218a1
 def device_of(model: nn.Module) -> torch.device:

@@ -5,6 +5,7 @@
 # %% ../../nbs/60_trainers/01_base.ipynb #6133a7d3
 from __future__ import annotations
 
+import os
 import time
 import uuid
 import warnings
@@ -17,18 +18,20 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..callbacks import Callback, Callbacks, Curves, Progress, Table, WandbSink, in_notebook
+from ..checkpoints import Checkpoints, Schedule, resolve_resume
 from ..history import History
 from ..items import as_row, walk
 from ..loop import Run, watched
 from ..schedulers.device_scheduler import unwrap_model
+from ..packing import read_checkpoint, write_checkpoint
 from ..rollout import rollout
 from ..setup import Setup
 from ..streams import rewound_on_error
 from ..types import Node, Stats
 
 # %% auto #0
-__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'refuse_checkpoints', 'Rows', 'loader',
-           'TrainerBase']
+__all__ = ['MAY_DIFFER', 'TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'Rows', 'loader',
+           'TrainerBase', 'check_same_run', 'check_fits', 'Resumable']
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ca72b8e4
 class TrainerAttributes:
@@ -80,13 +83,6 @@ def default_callbacks() -> list[Callback]:
     return [Progress(), Table(), *([Curves()] if in_notebook() else [])]
 
 
-def refuse_checkpoints(**given: Any) -> None:
-    """Raise for checkpoint arguments that differ from their defaults."""
-    for name, value in given.items():
-        if value != (1 if name == "checkpoint_interval" else None):
-            raise ValueError(f"train: {name}={value!r} is given, but this trainer writes no checkpoints; save_model(folder) keeps the models")
-
-
 class Rows(IterableDataset):
     """A dataset without a length, as torch's loader wants it."""
 
@@ -114,12 +110,14 @@ class TrainerBase(TrainerAttributes):
         self.sinks = [] if wandb_config is None else [WandbSink(wandb_config, described)]
         self.callbacks = None if callbacks is None else list(callbacks)
         self.verbose = all(sink.verbose for sink in self.sinks)
+        self.keepers: list[Checkpoints] = []
+        self.run_id, self.sequence = uuid.uuid4().hex, 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside the block the callbacks hear what happens."""
         shown = self.callbacks if self.callbacks is not None else default_callbacks() if self.verbose else []
-        with watched(self.run, [*self.sinks, *shown]):
+        with watched(self.run, [*self.sinks, *shown, *self.keepers]):
             yield
 
     @property
@@ -139,9 +137,10 @@ class TrainerBase(TrainerAttributes):
             return Stats()
         count = self.args.eval_num_samples if num_eval_samples is None else check_count(num_eval_samples, "num_eval_samples", minimum=0)
         started = time.perf_counter()
-        with self.watched(), rewound_on_error(self.setup.streams.values()):
-            stats, nodes = self.setup.evaluation.run(self.team, self.setup.eval.first(count), self.args.eval_batch_size)
-            self.run.events.on_nodes("eval", nodes)
+        with self.watched():
+            with rewound_on_error(self.setup.streams.values()):
+                stats, nodes = self.setup.evaluation.run(self.team, self.setup.eval.first(count), self.args.eval_batch_size)
+                self.run.events.on_nodes("eval", nodes)
             self.run.note("eval", {**stats, "seconds/evaluate": time.perf_counter() - started})
         return stats
 
@@ -163,3 +162,114 @@ class TrainerBase(TrainerAttributes):
             actor.tokenizer.save_pretrained(folder)
         for sink in self.sinks:
             sink.finish()
+
+# %% ../../nbs/60_trainers/01_base.ipynb #ba7f406e
+MAY_DIFFER = {"num_train_epochs", "num_iterations", "logging_steps", "eval_interval", "eval_num_samples", "eval_batch_size", "parallel_training", "agent_devices",
+              "critic_devices", "reference_devices", "comparator_devices", "reward_model_device", "output_dir", "policy_checkpoint_dir", "preference_replay_dir",
+              "log_reward_distribution", "comparator_api_url", "comparator_api_timeout", "comparator_api_key", "comparator_api_key_env", "comparator_api_headers",
+              "comparator_api_max_concurrency", "comparator_api_total_timeout"}
+
+
+def check_same_run(trainer: Any, about: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` when the checkpoint `name` is of another trainer or of a run whose settings differ in what is learned."""
+    if about["trainer_class"] != type(trainer).__name__:
+        raise ValueError(f"{name}: it is a checkpoint of {about['trainer_class']}, this is a {type(trainer).__name__}")
+    own = {field: repr(value) for field, value in trainer.args.as_dict().items()}
+    for field, saved in about["config"].items():
+        if field not in MAY_DIFFER and own.get(field, saved) != saved:
+            raise ValueError(f"{name}: it was written with {field}={saved}, this trainer has {own[field]}; give the same value, or begin a new run")
+
+
+def check_fits(module: torch.nn.Module, saved: Mapping[str, torch.Tensor], name: str) -> None:
+    """Raise `ValueError` when saved weights are not those of a module like this one."""
+    own = module.state_dict()
+    for key in sorted(own.keys() ^ saved.keys()):
+        raise ValueError(f"{name}: {key} is {'not in the checkpoint' if key in own else 'only in the checkpoint'}; the models must be of the same kind")
+    for key, value in own.items():
+        if value.shape != saved[key].shape:
+            raise ValueError(f"{name}: {key} has shape {tuple(saved[key].shape)} in the checkpoint and {tuple(value.shape)} here")
+
+# %% ../../nbs/60_trainers/01_base.ipynb #936dcc71
+class Resumable(TrainerBase):
+    """A trainer whose run can be written down and taken up again; subclasses add what only they remember."""
+
+    source: Any = None
+
+    def own_state(self) -> dict[str, Any]:
+        """What only this kind of trainer remembers."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Take up `own_state` again; `folder` is the checkpoint's."""
+
+    def own_files(self) -> dict[str, Path]:
+        """Files that belong to the state: name in a checkpoint → where it is."""
+        return {}
+
+    def progress(self) -> dict[str, float]:
+        """How far the run is in every unit that a checkpoint interval can have."""
+        return {"updates": self.run.update, "epochs": 0 if self.source is None else self.source.epochs_done, "iterations": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the run remembers."""
+        return {"run": self.run.state_dict(), "team": self.team.state_dict(), "references": [model.state_dict() for model in self.reference_models], "own": self.own_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Take up a state; weights are checked before anything is changed."""
+        groups = (("agent", self.team.modules, state["team"]["models"]), ("reference", self.reference_models, state["references"]))
+        for name, modules, saved in groups:
+            if len(modules) != len(saved):
+                raise ValueError(f"{folder}: it holds {len(saved)} {name} models, this trainer has {len(modules)}")
+            for index, (module, weights) in enumerate(zip(modules, saved)):
+                check_fits(module, weights, f"{folder}, {name} {index}")
+        self.load_own_state(state["own"], folder)
+        self.run.load_state_dict(state["run"])
+        for module, weights in zip(self.reference_models, state["references"]):
+            module.load_state_dict(weights)
+        self.team.load_state_dict(state["team"])
+
+    def save_checkpoint(self, output_dir: str | Path) -> None:
+        """Write the run as it stands into the new folder `output_dir`; possible at any time, also after Ctrl-C."""
+        self._write(Path(output_dir), self.sequence)
+
+    def _write(self, folder: Path, sequence: int) -> None:
+        config = {name: repr(value) for name, value in self.args.as_dict().items()}
+        about = {"trainer_class": type(self).__name__, "algorithm": self.algorithm_name, "run_id": self.run_id, "sequence": sequence, "saved_at": time.time(),
+                 "update": self.run.update, "env_step": self.run.env_step, "config": config, "wandb": self.wandb_identity()}
+        write_checkpoint(folder, self.state_dict(), about, self.own_files())
+
+    def wandb_identity(self) -> dict[str, Any] | None:
+        """What a resumed run needs to go on in the same Weights & Biases run."""
+        run = next((sink.run for sink in self.sinks if sink.run is not None), None)
+        return None if run is None else {"id": run.id, "project": run.project, "entity": run.entity}
+
+    def load_checkpoint(self, checkpoint: str | Path) -> None:
+        """Take up the run of a checkpoint folder; `train()` then goes on with it."""
+        folder = Path(checkpoint)
+        state, about = read_checkpoint(folder)
+        check_same_run(self, about, str(folder))
+        self.load_state_dict(state, folder)
+        self.run_id, self.sequence = about["run_id"], about["sequence"]
+
+    @contextmanager
+    def checkpointing(self, resume: Any, folder: Any, interval: Any, limit: Any, unit: str | None, default_unit: str = "epochs") -> Iterator[None]:
+        """Inside the block checkpoints are written where they are due; before it, the run of `resume` is taken up."""
+        if folder is not None and not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"checkpoint_dir: None or a path is needed, got {folder!r}")
+        schedule = Schedule(Path(folder or "."), interval, unit or default_unit, limit)
+        found = resolve_resume(resume, folder)
+        if found is not None:
+            self.load_checkpoint(found)
+        if folder is None:
+            yield
+            return
+        keeper = Checkpoints(schedule, self.run_id, self.sequence, self._keep, self.progress)
+        self.keepers = [keeper]
+        try:
+            yield
+        finally:
+            self.keepers = []
+
+    def _keep(self, folder: Path, sequence: int) -> None:
+        self._write(folder, sequence)
+        self.sequence = sequence

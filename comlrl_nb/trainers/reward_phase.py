@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class RewardPhase:
         self.args, self.source, self.setup = args, source, setup
         self.learned = self.fitting = LearnedReward(None, None, 0)
         self.done = False
+        self.stats, self.seen = Stats(), []
         self.batches: ShuffledEpochs | None = None
 
     def fit(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair], run: Run) -> Stats:
@@ -58,6 +59,7 @@ class RewardPhase:
                 _, own = reward_update(self.fitting.model, self.optimizer, batch.entries, self.fitting.pad_id, skip_nonfinite=self.args.on_nonfinite == "skip")
                 self.batches.done()
                 self.seen.append(own)
+                run.events.on_safe_point()
             run.events.on_advance(1, own)
         self._freeze()
         return self.stats
@@ -85,6 +87,36 @@ class RewardPhase:
             raise ValueError(f"pairs: none of {len(learn)} has two sides that differ within reward_max_length={args.reward_max_length} tokens; give more tokens or other pairs")
         self.held, self.left_out = duels_of(held, reader)[0], duels_of(left_out, reader)[0]
         self.batches = ShuffledEpochs(duels, args.reward_train_batch_size, args.reward_num_train_epochs, stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The judges' weights, and the fit that is going on."""
+        state: dict[str, Any] = {"done": self.done, "learned": None if self.learned.model is None else self.learned.model.state_dict(), "fit": None}
+        if self.batches is not None:
+            state["fit"] = {"model": self.fitting.model.state_dict(), "optimizer": self.optimizer.state_dict(), "duels": self.batches.entries, "batches": self.batches.state_dict(),
+                            "held": self.held, "left_out": self.left_out, "identical": self.identical, "seen": list(self.seen), "stats": Stats(self.stats)}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        args, stream = self.args, self.setup.streams["reward"]
+        self.done, self.batches = state["done"], None
+        if state["learned"] is not None:
+            model, reader, pad_id = self._fresh()
+            model.load_state_dict(state["learned"])
+            self.learned.model, self.learned.reader, self.learned.pad_id = model.eval().requires_grad_(False), reader, pad_id
+        if (fit := state["fit"]) is not None:
+            model, reader, pad_id = self._fresh()
+            model.load_state_dict(fit["model"])
+            self.fitting = LearnedReward(model, reader, pad_id)
+            self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.reward_learning_rate)
+            self.optimizer.load_state_dict(fit["optimizer"])
+            self.held, self.left_out, self.identical, self.seen, self.stats = fit["held"], fit["left_out"], fit["identical"], list(fit["seen"]), fit["stats"]
+            self.batches = ShuffledEpochs(fit["duels"], args.reward_train_batch_size, args.reward_num_train_epochs, stream)
+            self.batches.load_state_dict(fit["batches"])
+
+    def _fresh(self) -> tuple[Any, Any, int]:
+        """A model of the right shape, whatever its weights; the stream is restored by who loads the state."""
+        with self.setup.streams["reward"].on("cpu"):
+            return self.source.fresh(self.setup, self.args.reward_max_length, self.args.reward_freeze_backbone)
 
     def _checked(self) -> Stats:
         return duel_stats(self.fitting.model, {"held_out": self.held}, self.fitting.pad_id)

@@ -5,9 +5,10 @@
 # %% ../../nbs/60_trainers/04_rounds.ipynb #964b0601
 from __future__ import annotations
 
+import copy
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from ..comparators import CentralComparator, Current, CurrentCopy, Fixed, JointAnswers, Past, Remote, RoleComparator
 from ..loop import interrupt_afterwards
-from ..models.loading import check_room, load_model, read_model_config
+from ..models.loading import check_name, check_room, load_model, read_model_config
 from ..models.modes import freeze
 from ..pairs import comparator_pairs, select_pairs
 from ..remote import RemoteModel
@@ -25,7 +26,7 @@ from ..replay import ReplayStore
 from ..rollout import Roles, node_stats, rollout
 from ..round_files import write_atomically
 from ..schedulers.device_scheduler import follow
-from ..setup import is_central
+from ..setup import Inputs, is_central
 from ..streams import rewound_on_error
 from .base import TrainerBase
 from .collecting import ROWS_PER_CALL, batches_of
@@ -36,8 +37,9 @@ from ..utils.tokenizer_utils import ensure_pad_token, eos_ids, load_tokenizer
 from ..writers import Actor, Writers
 
 # %% auto #0
-__all__ = ['NUM_BINS', 'Side', 'compared', 'Comparison', 'judge_answers', 'compare', 'comparator_mean', 'build_comparator',
-           'fixed_models', 'comparator_streams', 'Rounds', 'round_stats', 'series', 'write_distribution']
+__all__ = ['NUM_BINS', 'Side', 'compared', 'Comparison', 'judge_answers', 'compare', 'comparator_mean', 'check_rounds',
+           'build_comparator', 'fixed_models', 'given_models', 'comparator_streams', 'Rounds', 'round_stats', 'series',
+           'write_distribution']
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #2a48bf24
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Comparison:
 
     pairs: list[PreferencePair] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    seconds: float = 0.0
     target: list[float] = field(default_factory=list)
     comparator: list[float] = field(default_factory=list)
 
@@ -92,7 +95,7 @@ def judge_answers(answers: JointAnswers, node: Node, roles: Roles, reward: Any, 
 
 def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, iteration: int) -> Comparison:
     """Compare on every training item; stopped halfway, the random streams are as before."""
-    setup, args, found, stats = trainer.setup, trainer.args, Comparison(), []
+    setup, args, found, stats, started = trainer.setup, trainer.args, Comparison(), [], time.perf_counter()
     rng = setup.streams["pairs"].python
     with rewound_on_error(setup.streams.values()), comparator.source.opened(iteration):
         trainer.run.events.on_phase(f"compare round {iteration}", setup.train.length)
@@ -109,7 +112,7 @@ def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, it
             trainer.run.events.on_nodes("collect", nodes)
             trainer.run.events.on_advance(len(batch), stats[-1])
     totals = {name: sum(one[name] for one in stats) for name in ("pairs", "tied_pairs", "identical_pairs", "unanswered", "unsplit")} if stats else {}
-    found.stats = Stats({**Stats.mean(stats), **totals})
+    found.stats, found.seconds = Stats({**Stats.mean(stats), **totals}), time.perf_counter() - started
     return found
 
 
@@ -117,6 +120,21 @@ def comparator_mean(side: Side) -> Stats:
     return Stats(comparator_reward_mean=sum(side.rewards.values()) / len(side.rewards)) if side.rewards else Stats()
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #6dc5bc48
+def check_rounds(args: Any, inputs: Inputs) -> None:
+    """Raise for what is wrong with the comparator's devices, models and key, or with the reward's range; nothing is loaded."""
+    if args.log_reward_distribution and callable(inputs.reward_func) and resolve_reward_range(inputs.reward_func) is None:
+        raise ValueError("log_reward_distribution: True needs reward_func.reward_range=(minimum, maximum); set_reward_range(reward_func, ...) declares it")
+    follow(args.comparator_devices, [torch.device("cpu")] * args.num_actors, "comparator_devices")
+    settings = read_model_config(inputs.model_config)
+    for name, source in given_models(args, range(args.num_actors)).items() if args.comparator_policy == "model" else ():
+        if isinstance(source, str) and source.strip():
+            check_name(source, settings.model_kwargs)
+        elif not isinstance(source, torch.nn.Module):
+            raise ValueError(f"{name}: a language model or its identifier is needed, got {source!r}")
+    if args.comparator_policy == "api":
+        RemoteModel.from_config(args)
+
+# %% ../../nbs/60_trainers/04_rounds.ipynb #e0aa39e0
 def build_comparator(trainer: TrainerBase, adapter: Any, model_config: Any, folder: Path) -> tuple[Any, Past | None]:
     """The comparator of `trainer.args`, and the keeper of past policies where there is one."""
     args, team = trainer.args, trainer.team
@@ -128,25 +146,41 @@ def build_comparator(trainer: TrainerBase, adapter: Any, model_config: Any, fold
     past = Past(team, places, devices, args.comparator_history_k, args.policy_checkpoint_dir or folder / "policies", args.policy_checkpoint_dir is not None) \
         if args.comparator_policy == "history" else None
     sources = {"current": lambda: Current(team, places), "current_copy": lambda: CurrentCopy(team, places, devices), "history": lambda: past,
-               "model": lambda: Fixed(fixed_models(args, team, places, devices, model_config)), "api": lambda: Remote(RemoteModel.from_config(args), places)}
+               "model": lambda: Fixed(fixed_models(args, team, places, devices, model_config), team), "api": lambda: Remote(RemoteModel.from_config(args), places)}
     source = sources[args.comparator_policy]()
     central = one_for_all and not is_central(args)
     return (CentralComparator(source, team, checked_adapter(adapter)) if central else RoleComparator(source, team)), past
 
 
 def fixed_models(args: Any, team: Writers, places: Sequence[int], devices: Sequence[torch.device], model_config: Any) -> Writers:
-    """Writers of `comparator_agents` or `comparator_model_name`: names bring their tokenizers, objects read with the actors'."""
-    given = list(args.comparator_agents) if args.comparator_agents is not None else [args.comparator_model_name] * len(places)
-    given = given if len(given) == len(places) else [given[places[0]]]
+    """Writers of `comparator_agents` or `comparator_model_name`: names bring their tokenizers, objects read with the actors'.
+
+    Comparator models never change: an object that is trained too is copied, as is one that is wanted on a second device.
+    """
+    given = given_models(args, places)
+    trained = {id(parameter) for actor in team.actors for parameter in actor.module.parameters()}
     settings, known, actors = read_model_config(model_config), {}, []
-    for index, (source, place, device) in enumerate(zip(given, places, devices)):
-        if isinstance(source, str) and (source, device) not in known:
-            known[source, device] = freeze(load_model(source, settings.model_kwargs)).to(device), ensure_pad_token(load_tokenizer(source, settings.tokenizer_kwargs))
-        model, tokenizer = known[source, device] if isinstance(source, str) else (source.to(device), team.actors[place].tokenizer)
-        check_room(model, tokenizer, f"comparator_agents[{index}]")
+    for (name, source), place, device in zip(given.items(), places, devices):
+        key = source if isinstance(source, str) else id(source)
+        if isinstance(source, str) and (key, device) not in known:
+            known[key, device] = freeze(load_model(source, settings.model_kwargs)).to(device), ensure_pad_token(load_tokenizer(source, settings.tokenizer_kwargs))
+        elif (key, device) not in known:
+            shared = any(other == key for other, _ in known) or any(id(parameter) in trained for parameter in source.parameters())
+            known[key, device] = (freeze(copy.deepcopy(source)) if shared else source).to(device), None
+        model, own = known[key, device]
+        tokenizer = own or team.actors[place].tokenizer
+        check_room(model, tokenizer, name)
         actors.append(Actor(model, tokenizer, device, eos_ids(model, tokenizer)))
     streams = {f"comparator {index}": team.streams[f"comparator {place}"] for index, place in enumerate(places)}
     return Writers(actors, team.sampling, streams, team.max_prompt_length)
+
+
+def given_models(args: Any, places: Sequence[int]) -> dict[str, Any]:
+    """What the configuration gives for each of the places, under the name of its field."""
+    if args.comparator_agents is None:
+        return {f"comparator_model_name (place {place})": args.comparator_model_name for place in places}
+    one = len(args.comparator_agents) == 1
+    return {f"comparator_agents[{0 if one else place}]": args.comparator_agents[0 if one else place] for place in places}
 
 
 def comparator_streams(args: Any) -> tuple[str, ...]:
@@ -159,14 +193,13 @@ class Rounds:
 
     def __init__(self, trainer: TrainerBase, adapter: Any, model_config: Any):
         args = trainer.args
-        if args.log_reward_distribution and resolve_reward_range(trainer.setup.reward.func) is None:
-            raise ValueError("log_reward_distribution: True needs reward_func.reward_range=(minimum, maximum); set_reward_range(reward_func, ...) declares it")
         self.folder = trainer.folder
         self.comparator, self.past = build_comparator(trainer, adapter, model_config, self.folder)
         self.store = ReplayStore(args.preference_replay_dir or self.folder / "replay", args.preference_replay_mode, args.preference_replay_k,
                                  args.preference_replay_lambda, args.preference_replay_sample_size, trainer.setup.streams["replay"])
         self.iteration, self.total_pairs = 1, 0
         self.batch: list[PreferencePair] | None = None
+        self.found: Comparison | None = None
 
     def train(self, trainer: TrainerBase, learn: Callable[[list[PreferencePair]], Any], oracle: Callable[[], tuple[Roles, Any]]) -> None:
         """All rounds that are left; `learn` gets each round's training set, `oracle()` says who scores and in which roles. An empty set is not learned from."""
@@ -178,26 +211,54 @@ class Rounds:
                 learn(self.batch)
             with interrupt_afterwards():
                 self.iteration, self.batch = self.iteration + 1, None
+                trainer.run.events.on_safe_point()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Round, training set, and the replay's index; the files are `files()`."""
+        return {"iteration": self.iteration, "total_pairs": self.total_pairs, "batch": self.batch, "store": self.store.state_dict()}
+
+    def files(self) -> dict[str, Path]:
+        """Round files, and past weights that may still be needed: name in a checkpoint → where it is."""
+        found = {f"replay/{each.name}": self.store.index.folder / each.name for each in self.store.index.rounds}
+        for path in sorted(self.past.folder.glob("iteration_*/agent_*.pt")) if self.past is not None else ():
+            found[f"policies/{path.parent.name}/{path.name}"] = path
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Go on from a state whose files lie in the checkpoint `folder`."""
+        self.store.load_state_dict(state["store"], folder / "replay")
+        for path in sorted(folder.glob("policies/iteration_*/agent_*.pt")) if self.past is not None else ():
+            target = self.past.folder / path.parent.name / path.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target, [path.read_bytes()])
+        self.iteration, self.total_pairs, self.batch = state["iteration"], state["total_pairs"], state["batch"]
 
     def _draw(self, trainer: TrainerBase, roles: Roles, reward: Any) -> None:
-        started = time.perf_counter()
-        if self.past is not None:
-            self.past.enter(self.iteration)
-        found = compare(trainer, self.comparator, roles, reward, self.iteration)
+        if self.found is None:
+            if self.past is not None:
+                self.past.enter(self.iteration)
+            found = compare(trainer, self.comparator, roles, reward, self.iteration)
+            with interrupt_afterwards():
+                self.store.store(self.iteration, found.pairs)
+                self.total_pairs, self.found = self.total_pairs + len(found.pairs), found
+        self._select(trainer, self.found)
+
+    def _select(self, trainer: TrainerBase, found: Comparison) -> None:
+        """The training set of a round that is stored; when it cannot be drawn, the round waits to be drawn from again."""
         with interrupt_afterwards():
-            self.store.store(self.iteration, found.pairs)
-            self.total_pairs += len(found.pairs)
-            self.batch = self.store.select()
-            if trainer.args.log_reward_distribution:
-                write_distribution(self.folder / "reward_distributions", self.iteration, found, self.batch, resolve_reward_range(trainer.setup.reward.func))
-            trainer.run.note("iter", Stats({**round_stats(self, found), "seconds/compare": time.perf_counter() - started}))
+            with rewound_on_error([self.store.stream]):
+                batch = self.store.select()
+                if trainer.args.log_reward_distribution:
+                    write_distribution(self.folder / "reward_distributions", self.iteration, found, batch, resolve_reward_range(trainer.setup.reward.func))
+            self.batch, self.found = batch, None
+            trainer.run.note("iter", round_stats(self, found))
 
 
 def round_stats(rounds: Rounds, found: Comparison) -> Stats:
     """`iter/...` of a round: its number, pairs, what they were drawn from, and both sides' rewards."""
     own = {"current_iteration": rounds.iteration, "current_preference_pairs": len(found.pairs), "total_preference_pairs": rounds.total_pairs,
            "train_preference_pairs": len(rounds.batch), **rounds.store.last.stats(), **found.stats}
-    return Stats({name: float(value) for name, value in own.items()}).prefixed("iter/")
+    return Stats({**Stats({name: float(value) for name, value in own.items()}).prefixed("iter/"), "seconds/compare": found.seconds})
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #46edec5d
 NUM_BINS = 16

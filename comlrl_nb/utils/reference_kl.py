@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..logprobs import completion_logprobs
 from ..losses import k3_kl
 from ..models.loading import load_distinct
-from ..models.modes import eval_mode, freeze
+from ..models.modes import eval_mode, freeze, without_gradients
 from ..schedulers.device_scheduler import DeviceScheduler, unwrap_model
 
 # %% auto #0
@@ -46,7 +46,7 @@ def resolve_reference_devices(args, fallback_devices: Sequence[torch.device], ex
 def completion_kl(policy: nn.Module, reference: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
                   owner: Sequence[int], pad_id: int = 0) -> Tensor:
     """k3 estimate `[M]` (float64, CPU) for each of M completions; completion j follows `prompts[owner[j]]`. Both models run in eval mode."""
-    with eval_mode(policy, reference):
+    with eval_mode(policy, reference), without_gradients(policy, reference):
         own, theirs = (completion_logprobs(model, prompts, completions, owner, pad_id) for model in (policy, reference))
     mask = own.mask.cpu()
     return k3_kl(own.values.cpu().double(), theirs.values.cpu().double(), mask)

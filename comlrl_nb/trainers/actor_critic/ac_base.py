@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ...reference_penalty import with_reference_kl
 from ...rollout import rollout
 from ...setup import Inputs, Setup, prepare
 from ...streams import RandomStream, rewound_on_error
-from ..base import TrainerBase, check_count, check_watchers, refuse_checkpoints
+from ..base import Resumable, check_count, check_fits, check_watchers
 from ...types import Node, Stats
 from ...utils.reference_kl import clone_reference_models
 
@@ -95,7 +96,7 @@ def scalars(metrics: Any) -> Stats:
     return found
 
 # %% ../../../nbs/60_trainers/30_ac_base.ipynb #8e851af2
-class ActorCriticTrainerBase(TrainerBase):
+class ActorCriticTrainerBase(Resumable):
     """Trains actors on TD errors and critics on TD targets; subclasses make the critics."""
 
     config_class: type
@@ -179,22 +180,36 @@ class ActorCriticTrainerBase(TrainerBase):
             batch = Batch(samples, 0, 0, len(rows), len(rows), len(samples), Stats({"seconds/rollout": time.perf_counter() - started}))
             return train_source(self, Once(batch), eval_interval=0)
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
         """Play and learn from the training dataset `num_train_epochs` times; after an interruption, go on where it stopped.
 
-        `generation` are further keywords for `generate`. Checkpoints cannot be written yet: the four arguments for them are refused
-        unless they have their defaults.
+        `generation` are further keywords for `generate`.
+
+        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` epochs (or what `checkpoint_unit` names: "updates", "minutes"), the newest
+        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
         """
-        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
-                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
-        if self.source is None:
-            self.source = FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
-        with self.watched(), self.team.generating_with(generation):
+        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit), self.watched(), self.team.generating_with(generation):
+            if self.source is None:
+                self.source = FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
             train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
         self.source = None
         return self.history
+
+    def own_state(self) -> dict[str, Any]:
+        return {"source": None if self.source is None else self.source.state_dict(), "critics": [critic.state_dict() for critic in self.critics],
+                "critic_optimizers": [optimizer.state_dict() for optimizer in self.critic_optimizers], "pending": [Stats(one) for one in self.pending]}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        for index, (critic, saved) in enumerate(zip(self.critics, state["critics"], strict=True)):
+            check_fits(critic, saved, f"{folder}, critic {index}")
+        for owner, saved in zip((*self.critics, *self.critic_optimizers), (*state["critics"], *state["critic_optimizers"]), strict=True):
+            owner.load_state_dict(saved)
+        self.pending = list(state["pending"])
+        self.source = None if state["source"] is None else FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
+        if self.source is not None:
+            self.source.load_state_dict(state["source"])
 
     def callback_metrics(self, nodes: Sequence[Node]) -> Stats:
         """What the metrics callback says about played items, the mean over items."""
@@ -263,7 +278,7 @@ def filling(trainer: ActorCriticTrainerBase) -> Filling:
     args, stream = trainer.args, trainer.setup.streams["batches"]
     return Filling(collect=lambda rows, first_index: collect(trainer, rows, first_index), per_item=args.num_generations * args.num_turns,
                    prepare=lambda samples: minibatches(prepared(trainer, samples), args.train_batch_size, stream),
-                   capacity=args.rollout_buffer_size, cut=at_least)
+                   capacity=args.rollout_buffer_size, cut=at_least, streams=[trainer.setup.streams[f"policy {index}"] for index in range(len(trainer.team))])
 
 
 def train_source(trainer: ActorCriticTrainerBase, source: Source, eval_interval: int) -> Stats:

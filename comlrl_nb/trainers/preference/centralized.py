@@ -51,13 +51,13 @@ class TaggedCentralizedComparatorAdapter:
         return [match.group(1).strip() if match else "" for match in found]
 
 # %% ../../../nbs/30_interaction/03_centralized.ipynb #81b9cc3e
-def checked_adapter(adapter: Any) -> CentralizedComparatorAdapter:
-    """`adapter` itself if it has both methods; None gives the tagged one."""
+def checked_adapter(adapter: Any, name: str = "centralized_comparator_adapter") -> CentralizedComparatorAdapter:
+    """`adapter` itself if it has both methods; None gives the tagged one. `name` is the argument it came from."""
     if adapter is None:
         return TaggedCentralizedComparatorAdapter()
     for method in ("build_prompt", "parse_completion"):
         if not callable(getattr(adapter, method, None)):
-            raise ValueError(f"centralized_comparator_adapter: {adapter!r} has no method {method}(); "
+            raise ValueError(f"{name}: {adapter!r} has no method {method}(); "
                              "give an object with build_prompt(batch_item, agent_prompts) and parse_completion(completion, batch_item, num_agents)")
     return adapter
 

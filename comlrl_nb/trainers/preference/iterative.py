@@ -5,12 +5,12 @@
 # %% ../../../nbs/60_trainers/50_iterative.ipynb #6d968e6c
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...history import History
 from ...setup import Inputs
-from ..base import refuse_checkpoints
 from ..configs import MADPOIterConfig, MARLHFIterConfig
 from .madpo import MADPOTrainer, pair_batches, train_source
 from .marlhf import MARLHFTrainer
@@ -42,18 +42,31 @@ class MADPOIterTrainer(MADPOTrainer):
         self.run.flush()
         self.source = None
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
         """`num_iterations` rounds; after an interruption, go on where it stopped. A trained trainer begins a new run with a new trainer.
 
-        `generation` are further keywords for `generate`. Checkpoints cannot be written yet: the four arguments for them are refused
-        unless they have their defaults.
+        `generation` are further keywords for `generate`.
+
+        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` rounds (or what `checkpoint_unit` names: "updates", "minutes"), the newest
+        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
         """
-        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
-                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
-        with self.watched(), self.team.generating_with(generation):
+        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit, "iterations"), self.watched(), self.team.generating_with(generation):
             self.rounds.train(self, self.learn, lambda: (self.setup.roles, self.setup.reward))
         return self.history
+
+    def progress(self) -> dict[str, float]:
+        return {**super().progress(), "iterations": self.rounds.iteration - 1}
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "rounds": self.rounds.state_dict()}
+
+    def own_files(self) -> dict[str, Path]:
+        return self.rounds.files()
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        super().load_own_state(state, folder)
+        self.rounds.load_state_dict(state["rounds"], folder)
 
 # %% ../../../nbs/60_trainers/50_iterative.ipynb #4fc2a3d4
 class MARLHFIterTrainer(MARLHFTrainer):
@@ -82,15 +95,28 @@ class MARLHFIterTrainer(MARLHFTrainer):
             return self.rl.setup.roles, self.phase.learned
         return self.setup.roles, self.setup.reward
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
         """`num_iterations` rounds; after an interruption, go on where it stopped. A trained trainer begins a new run with a new trainer.
 
-        `generation` are further keywords for `generate`. Checkpoints cannot be written yet: the four arguments for them are refused
-        unless they have their defaults.
+        `generation` are further keywords for `generate`.
+
+        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` rounds (or what `checkpoint_unit` names: "updates", "minutes"), the newest
+        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
         """
-        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
-                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
-        with self.watched(), self.team.generating_with(generation):
+        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit, "iterations"), self.watched(), self.team.generating_with(generation):
             self.rounds.train(self, self.learn, self.oracle)
         return self.history
+
+    def progress(self) -> dict[str, float]:
+        return {**super().progress(), "iterations": self.rounds.iteration - 1}
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "rounds": self.rounds.state_dict()}
+
+    def own_files(self) -> dict[str, Path]:
+        return self.rounds.files()
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        super().load_own_state(state, folder)
+        self.rounds.load_state_dict(state["rounds"], folder)

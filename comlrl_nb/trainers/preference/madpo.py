@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...history import History
 from ...loop import ShuffledEpochs, train_batches
 from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
 from ...streams import rewound_on_error
-from ..base import TrainerBase, check_count, check_watchers, refuse_checkpoints
+from ..base import Resumable, check_count, check_watchers
 from ..collecting import check_pairs, collect_pairs
 from ..configs import MADPOConfig
 from ...types import PreferencePair, Stats
@@ -25,7 +26,7 @@ from ...utils.reference_kl import clone_reference_models
 __all__ = ['MADPOTrainer', 'steps_per_pair', 'pair_batches', 'train_source', 'last_token']
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #1966432c
-class MADPOTrainer(TrainerBase):
+class MADPOTrainer(Resumable):
     """Trains the agents on preference pairs of their own joint responses. One turn, aligned candidates."""
 
     algorithm_name = "MADPO"
@@ -73,23 +74,34 @@ class MADPOTrainer(TrainerBase):
             pairs = self.collect(items)
             return train_source(self, pair_batches(self, pairs, epochs=1, batch_size=max(1, len(pairs))), eval_interval=0)
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
         """Collect pairs of the whole training dataset once, then train on them; after an interruption, go on where it stopped.
 
-        `generation` are further keywords for `generate` while collecting, for example `repetition_penalty=1.1`. Checkpoints
-        cannot be written yet: the four arguments for them are refused unless they have their defaults.
+        `generation` are further keywords for `generate` while collecting, for example `repetition_penalty=1.1`.
+
+        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` epochs (or what `checkpoint_unit` names: "updates", "minutes"), the newest
+        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
         """
-        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
-                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
-        with self.watched():
+        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit), self.watched():
             if self.source is None:
                 with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
                     self.source = pair_batches(self, self.collect(), self.args.num_train_epochs)
+                self.run.events.on_safe_point()
             train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
         self.source = None
         return self.history
+
+    def own_state(self) -> dict[str, Any]:
+        return {"source": None if self.source is None else {"entries": self.source.entries, "batches": self.source.state_dict()}}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.source = None
+        if state["source"] is not None:
+            args = self.args
+            self.source = ShuffledEpochs(state["source"]["entries"], args.train_batch_size, args.num_train_epochs, self.setup.streams["pairs"], steps_per_pair(args))
+            self.source.load_state_dict(state["source"]["batches"])
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
 def steps_per_pair(args: MADPOConfig) -> int:

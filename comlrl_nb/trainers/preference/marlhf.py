@@ -26,7 +26,7 @@ from ...streams import rewound_on_error
 from ..actor_critic.ac_base import actor_owners
 from ..actor_critic.iac import IACTrainer
 from ..actor_critic.maac import MAACTrainer
-from ..base import TrainerBase, check_watchers, refuse_checkpoints
+from ..base import Resumable, check_watchers
 from ..collecting import Collected, check_pairs, collect_pairs
 from ..configs import MARLHFConfig
 from ..reinforce.magrpo import MAGRPOTrainer, MAREINFORCETrainer, MARLOOTrainer, MAReMaxTrainer
@@ -139,7 +139,7 @@ def check_judges(inputs: Inputs, agents: Sequence[Any], plan: Any, source: Rewar
         source.check(tokenizer)
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #3cafec6d
-class MARLHFTrainer(TrainerBase):
+class MARLHFTrainer(Resumable):
     """Collects pairs, fits a joint reward model, and trains the agents on its frozen scores with one of six trainers.
 
     `reward_model` (a language model, a `JointRewardModel`, or `"actors"`) replaces `reward_model_name`; a copy of it is trained.
@@ -234,26 +234,39 @@ class MARLHFTrainer(TrainerBase):
         with self.watched():
             return self.rl.step(items)
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
         """Collect, fit, reinforce; after an interruption, go on where it stopped. Without any decided pair the policies are not touched.
 
-        `generation` are further keywords for `generate`. Checkpoints cannot be written yet: the four arguments for them are
-        refused unless they have their defaults.
+        `generation` are further keywords for `generate`.
+
+        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` epochs (or what `checkpoint_unit` names: "updates", "minutes"), the newest
+        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
         """
-        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
-                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
-        with self.watched():
+        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit), self.watched():
             if self.collected is None:
                 self._begin_anew()
                 with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
                     self.collected = collect_pairs(self, None, self.args.preference_pairs_per_sample or 16)
+                self.run.events.on_safe_point()
             if self.collected.pairs:
                 if not self.phase.done:
                     self.phase.fit(self.collected.pairs, self.collected.left_out, self.run)
                 self.rl.train(**generation)
         self._begin_anew()
         return self.history
+
+    def progress(self) -> dict[str, float]:
+        return self.rl.progress()
+
+    def own_state(self) -> dict[str, Any]:
+        collected = None if self.collected is None else {"pairs": self.collected.pairs, "left_out": self.collected.left_out}
+        return {"collected": collected, "phase": self.phase.state_dict(), "rl": self.rl.own_state()}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.rl.load_own_state(state["rl"], folder)
+        self.phase.load_state_dict(state["phase"])
+        self.collected = None if state["collected"] is None else Collected(**state["collected"])
 
     def _begin_anew(self) -> None:
         """Nothing is left to go on with."""

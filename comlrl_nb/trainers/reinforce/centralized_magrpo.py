@@ -9,6 +9,7 @@ from typing import Any
 
 from ...setup import NUM_AGENTS, Inputs
 from ..configs import CentralizedMAGRPOConfig
+from ..preference.centralized import checked_adapter
 from .magrpo import MAGRPOTrainer
 
 # %% auto #0
@@ -23,8 +24,10 @@ class CentralizedMAGRPOTrainer(MAGRPOTrainer):
 
     algorithm_name = "CentralizedMAGRPO"
     config_class = CentralizedMAGRPOConfig
+    also_taken = ()
 
     def __init__(self, centralized_adapter: Any = None, num_agents: int = NUM_AGENTS, agents=None, tokenizer=None, reward_func=None, formatters=None, args=None, *,
                  wandb_config=None, callbacks=None, **inputs: Any):
+        checked_adapter(centralized_adapter, "centralized_adapter")
         given = Inputs(agents=agents, tokenizer=tokenizer, reward_func=reward_func, formatters=formatters, adapter=centralized_adapter, **inputs)
         self._start(given, num_agents, args, wandb_config, callbacks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ...credit import CreditRule, credited
@@ -21,20 +22,22 @@ from ...reference_penalty import kl_stats, with_reference_kl
 from ...rollout import node_stats, rollout
 from ...setup import NUM_AGENTS, Inputs, Setup, prepare, resolve_args
 from ...streams import rewound_on_error
-from ..base import TrainerBase, check_count, check_watchers, refuse_checkpoints
+from ..base import Resumable, check_count, check_watchers
 from ..configs import MAGRPOConfig, MAREINFORCEConfig, MARLOOConfig, MAReMaxConfig
 from ...types import Node, Stats
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['MAGRPOTrainer', 'play', 'loose', 'filling', 'train_source', 'MAREINFORCETrainer', 'MARLOOTrainer', 'MAReMaxTrainer']
+__all__ = ['MAGRPOTrainer', 'play', 'loose', 'filling', 'fresh_batches', 'train_source', 'MAREINFORCETrainer', 'MARLOOTrainer',
+           'MAReMaxTrainer']
 
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #b70b4520
-class MAGRPOTrainer(TrainerBase):
+class MAGRPOTrainer(Resumable):
     """Trains the agents on the advantages of their own joint responses within groups; the baseline is the group's mean."""
 
     algorithm_name = "MAGRPO"
     config_class = MAGRPOConfig
+    also_taken = (MAREINFORCEConfig, MARLOOConfig, MAReMaxConfig, MAGRPOConfig)
 
     def __init__(self, agent_model=None, agents=None, num_agents=NUM_AGENTS, tokenizer=None, model_config=None, train_dataset=None,
                  eval_dataset=None, reward_func=None, reward_processor=None, formatters=None, external_transition=None,
@@ -44,7 +47,7 @@ class MAGRPOTrainer(TrainerBase):
         self._start(inputs, num_agents, args, wandb_config, callbacks)
 
     def _start(self, inputs: Inputs, num_agents: int, args: Any, wandb_config: Any, callbacks: Any) -> None:
-        args = resolve_args(args, self.config_class, num_agents, inputs.agents)
+        args = resolve_args(args, self.config_class, num_agents, inputs.agents, self.also_taken)
         check_watchers(callbacks, wandb_config)
         setup = prepare(args, inputs, with_references=args.reference_kl_enabled, extra_streams=("batches",))
         self._begin(setup, wandb_config, callbacks)
@@ -79,22 +82,30 @@ class MAGRPOTrainer(TrainerBase):
             batch = Batch(nodes, 0, 0, len(rows), len(rows), sum(node.env_steps for node in nodes), Stats({"seconds/rollout": time.perf_counter() - started}))
             return train_source(self, Once(batch), eval_interval=0)
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, **generation) -> History:
+    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
         """Play and learn from the training dataset `num_train_epochs` times; after an interruption, go on where it stopped.
 
-        `generation` are further keywords for `generate`, for example `repetition_penalty=1.1`. Checkpoints
-        cannot be written yet: the four arguments for them are refused unless they have their defaults.
+        `generation` are further keywords for `generate`, for example `repetition_penalty=1.1`.
+
+        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` epochs (or what `checkpoint_unit` names: "updates", "minutes"), the newest
+        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
         """
-        refuse_checkpoints(resume_from_checkpoint=resume_from_checkpoint, checkpoint_dir=checkpoint_dir,
-                           checkpoint_interval=checkpoint_interval, checkpoint_total_limit=checkpoint_total_limit)
         self.setup.train.require()
-        if self.source is None:
-            self.source = FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
-        with self.watched(), self.team.generating_with(generation):
+        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit), self.watched(), self.team.generating_with(generation):
+            if self.source is None:
+                self.source = fresh_batches(self)
             train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
         self.source = None
         return self.history
+
+    def own_state(self) -> dict[str, Any]:
+        return {"source": None if self.source is None else self.source.state_dict()}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.source = None if state["source"] is None else fresh_batches(self)
+        if self.source is not None:
+            self.source.load_state_dict(state["source"])
 
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #d4d0ca4b
 def play(trainer: MAGRPOTrainer, rows: Sequence[Mapping[str, Any]], first_index: int, num: int | None = None, purpose: str = "policy") -> list[Node]:
@@ -118,7 +129,13 @@ def filling(trainer: MAGRPOTrainer) -> Filling:
     """How training fills its buffer of `rollout_buffer_size` nodes and cuts it into minibatches of `train_batch_size`."""
     args, stream = trainer.args, trainer.setup.streams["batches"]
     return Filling(collect=lambda rows, first_index: loose(play(trainer, rows, first_index)), per_item=trainer.plan().nodes_per_item,
-                   prepare=lambda nodes: minibatches(nodes, args.train_batch_size, stream), capacity=args.rollout_buffer_size)
+                   prepare=lambda nodes: minibatches(nodes, args.train_batch_size, stream), capacity=args.rollout_buffer_size,
+                   streams=[trainer.setup.streams[f"policy {index}"] for index in range(len(trainer.team))])
+
+
+def fresh_batches(trainer: MAGRPOTrainer) -> FreshBatches:
+    """The supply of training: all epochs over the training dataset."""
+    return FreshBatches(trainer.setup.train, filling(trainer), trainer.args.num_train_epochs)
 
 
 def train_source(trainer: MAGRPOTrainer, source: Source, eval_interval: int) -> Stats:
