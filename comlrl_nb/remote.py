@@ -152,7 +152,6 @@ class Exchange:
     async def call(self, number: int, request: Request, num: int, deadline: Deadline) -> list[Answer]:
         """The answers to one HTTP request for `num` candidates: at least one, at most `num`."""
         async with self.turns.turn(number):
-            deadline.left()
             try:
                 found = await self.line.answers(encode(self.line.format, request, num), deadline)
             except RemoteError as error:
