@@ -24,7 +24,8 @@ from .types import Completion, Generation, JointResponse, Node, PreferencePair, 
 
 # %% auto #0
 __all__ = ['RECORDS', 'ROWS', 'STATE', 'TENSORS', 'METADATA', 'VERSION', 'UNFINISHED', 'Packer', 'unpack', 'checksum_of', 'flush',
-           'new_folder', 'write_checkpoint', 'BrokenCheckpoint', 'read_metadata', 'check_files', 'read_checkpoint']
+           'new_folder', 'write_checkpoint', 'BrokenCheckpoint', 'read_metadata', 'read_checkpoint_metadata',
+           'check_files', 'read_checkpoint']
 
 # %% ../nbs/50_training/07_packing.ipynb #af3f40f9
 RECORDS = {record.__name__: record for record in (Prompt, Completion, Generation, JointResponse, Node, PreferencePair, Experience, JointSample, Duel)}
@@ -164,6 +165,12 @@ def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
             raise
         raise BrokenCheckpoint(f"{folder}: it is not a complete checkpoint, {METADATA} is missing or cannot be read") from error
     return known
+
+
+def read_checkpoint_metadata(checkpoint: str | os.PathLike) -> dict[str, Any]:
+    """What a checkpoint folder (or a file in it) says about itself: `version`, `trainer_class`, `sequence`, `run_id`, `wandb` and more; no state is read."""
+    path = Path(checkpoint)
+    return read_metadata(path.parent if path.is_file() else path)
 
 
 def check_files(folder: Path, known: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ _HOME = {
     "reference_kl_for_sequence": "comlrl_nb.utils.reference_kl",
     "resolve_reference_devices": "comlrl_nb.utils.reference_kl",
     "validate_reference_kl_config": "comlrl_nb.utils.reference_kl",
+    "read_checkpoint_metadata": "comlrl_nb.utils.checkpoint",
     "RewardProcessors": "comlrl_nb.utils.reward_processor",
     "RewardFunction": "comlrl_nb.utils.reward_utils",
     "batched_reward": "comlrl_nb.utils.reward_utils",
