@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ...history import History
-from ...setup import Inputs
+from ...setup import Inputs, resolve_args
 from ..configs import MADPOIterConfig, MARLHFIterConfig
 from .madpo import MADPOTrainer, pair_batches, train_source
 from .marlhf import MARLHFTrainer
-from ..rounds import Rounds, comparator_streams
+from ..rounds import Rounds, check_rounds, comparator_streams
 from ...types import PreferencePair
 
 # %% auto #0
@@ -28,6 +28,8 @@ class MADPOIterTrainer(MADPOTrainer):
     config_class = MADPOIterConfig
 
     def _start(self, inputs: Inputs, num_agents: int, args: Any, wandb_config: Any, callbacks: Any) -> None:
+        args = resolve_args(args, self.config_class, num_agents, inputs.agents)
+        check_rounds(args, inputs)
         super()._start(inputs, num_agents, args, wandb_config, callbacks)
         self.rounds = Rounds(self, inputs.adapter, inputs.model_config)
 
@@ -76,17 +78,18 @@ class MARLHFIterTrainer(MARLHFTrainer):
     config_class = MARLHFIterConfig
 
     def _start(self, inputs: Inputs, args: Any, *more: Any) -> None:
+        check_rounds(args, inputs)
         super()._start(inputs, args, *more)
         self.rounds = Rounds(self, inputs.adapter, inputs.model_config)
 
     def extra_streams(self, args: MARLHFIterConfig) -> tuple[str, ...]:
         return (*super().extra_streams(args), *comparator_streams(args))
 
-    def learn(self, pairs: Sequence[PreferencePair]) -> None:
+    def learn(self, pairs: Sequence[PreferencePair], **generation: Any) -> None:
         """Fit a new reward model to the pairs of a round, then train on its scores."""
         if not self.phase.done:
             self.phase.fit(pairs, (), self.run)
-        self.rl.train()
+        self.rl.train(**generation)
         self.phase.done = False
 
     def oracle(self) -> tuple[Any, Any]:
@@ -105,7 +108,7 @@ class MARLHFIterTrainer(MARLHFTrainer):
         """
         self.setup.train.require()
         with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit, "iterations"), self.watched(), self.team.generating_with(generation):
-            self.rounds.train(self, self.learn, self.oracle)
+            self.rounds.train(self, lambda pairs: self.learn(pairs, **generation), self.oracle)
         return self.history
 
     def progress(self) -> dict[str, float]:
