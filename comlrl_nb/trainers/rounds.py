@@ -237,14 +237,16 @@ class Rounds:
         if self.found is None:
             if self.past is not None:
                 self.past.enter(self.iteration)
-            found = compare(trainer, self.comparator, roles, reward, self.iteration)
+            self.found = compare(trainer, self.comparator, roles, reward, self.iteration)
+        current = self.store.index.current
+        if current is None or current.number < self.iteration:
             with interrupt_afterwards():
-                self.store.store(self.iteration, found.pairs)
-                self.total_pairs, self.found = self.total_pairs + len(found.pairs), found
+                self.store.store(self.iteration, self.found.pairs)
+                self.total_pairs += len(self.found.pairs)
         self._select(trainer, self.found)
 
     def _select(self, trainer: TrainerBase, found: Comparison) -> None:
-        """The training set of a round that is stored; when it cannot be drawn, the round waits to be drawn from again."""
+        """The training set of a round that is stored; when it cannot be drawn, another attempt draws the same."""
         with interrupt_afterwards():
             with rewound_on_error([self.store.stream]):
                 batch = self.store.select()
