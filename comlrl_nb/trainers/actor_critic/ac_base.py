@@ -35,7 +35,7 @@ from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
 __all__ = ['RolloutSample', 'rollout_samples', 'scalars', 'ActorCriticTrainerBase', 'actor_owners', 'play', 'judged', 'annotated',
-           'collect', 'prepared', 'filling', 'train_source']
+           'collect', 'prepared', 'filling', 'of_their_turn', 'train_source']
 
 # %% ../../../nbs/60_trainers/30_ac_base.ipynb #689b3f79
 @dataclass
@@ -281,6 +281,14 @@ def filling(trainer: ActorCriticTrainerBase) -> Filling:
                    capacity=args.rollout_buffer_size, cut=at_least, streams=[trainer.setup.streams[f"policy {index}"] for index in range(len(trainer.team))])
 
 
+def of_their_turn(samples: Sequence[JointSample], stats: Stats) -> Stats:
+    """`agent_i/turn_k/...` of losses and gradient norms, where an update is about one turn."""
+    turns = {sample.turn for sample in samples}
+    known = {name.split("/")[-1]: None for name in stats if name.startswith("agent_")}
+    return Stats({f"agent_{agent}/turn_{turn + 1}/{name}": stats[f"agent_{agent}/{name}"] for turn in turns for agent in range(len(samples[0].experiences)) for name in known
+                  if f"agent_{agent}/{name}" in stats}) if len(turns) == 1 else Stats()
+
+
 def train_source(trainer: ActorCriticTrainerBase, source: Source, eval_interval: int) -> Stats:
     """Run the loop over `source`, evaluating before items 0, n, 2n, ... of an epoch where there is an `eval_dataset`."""
     args = trainer.args
@@ -288,7 +296,7 @@ def train_source(trainer: ActorCriticTrainerBase, source: Source, eval_interval:
     def update(samples: Sequence[JointSample]) -> tuple[float, Stats]:
         loss, stats = actor_critic_update(trainer.team, trainer.critic_group, samples, trainer.value_rule, skip_nonfinite=args.on_nonfinite == "skip")
         own, trainer.pending = Stats.mean(trainer.pending), []
-        return loss, Stats({**own, **experience_stats(samples, trainer.penalty, args.reference_kl_enabled), **stats})
+        return loss, Stats({**own, **experience_stats(samples, trainer.penalty, args.reference_kl_enabled), **stats, **of_their_turn(samples, stats)})
 
     evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
     return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
