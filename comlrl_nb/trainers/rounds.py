@@ -111,8 +111,8 @@ def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, it
                 stats.append(Stats({**node_stats([node]), **counts, "unanswered": answer.unanswered, "unsplit": answer.unsplit, **comparator_mean(side)}))
             trainer.run.events.on_nodes("collect", nodes)
             trainer.run.events.on_advance(len(batch), stats[-1])
-    totals = {name: sum(one[name] for one in stats) for name in ("pairs", "tied_pairs", "identical_pairs", "unanswered", "unsplit")} if stats else {}
-    found.stats, found.seconds = Stats({**Stats.mean(stats), **totals}), time.perf_counter() - started
+        totals = {name: sum(one[name] for one in stats) for name in ("pairs", "tied_pairs", "identical_pairs", "unanswered", "unsplit")} if stats else {}
+        found.stats, found.seconds = Stats({**Stats.mean(stats), **totals}), time.perf_counter() - started
     return found
 
 
