@@ -99,22 +99,29 @@ class Checkpoints(Callback):
         return time.monotonic() / 60 if self.schedule.unit == "minutes" else self.progress()[self.schedule.unit]
 
     def on_safe_point(self) -> None:
-        if self._now() - self.last < self.schedule.every:
-            return
-        self.save()
+        self.last = min(self.last, self._now())  # the epochs of a new round count from 0
+        if self._now() - self.last >= self.schedule.every:
+            self.save()
 
     def save(self) -> Path:
-        """Write the next checkpoint now, then drop what is more than `keep`."""
-        for path in self.schedule.folder.glob(f"{UNFINISHED}*-{os.getpid()}") if self.schedule.folder.is_dir() else ():
-            shutil.rmtree(path, ignore_errors=True)
-        target = self.schedule.folder / f"checkpoint-{self.sequence + 1}"
-        self.write(target, self.sequence + 1)
-        self.sequence, self.last = self.sequence + 1, self._now()
+        """Write the next checkpoint now, under the next free number, then drop what is more than `keep`."""
+        self._clear()
+        number = self.sequence + 1
+        while os.path.lexists(target := self.schedule.folder / f"checkpoint-{number}"):
+            number += 1
+        self.write(target, number)
+        self.sequence, self.last = number, self._now()
         self.rotate()
         return target
+
+    def _clear(self) -> None:
+        """Remove what a killed process of this run was writing or removing."""
+        for path in self.schedule.folder.glob(f"{UNFINISHED}*-{self.run_id}-*") if self.schedule.folder.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True)
 
     def rotate(self) -> None:
         """Remove the oldest checkpoints of this run beyond the limit; other runs' and foreign folders stay."""
         own = [path for path, known in checkpoints_in(self.schedule.folder) if known["run_id"] == self.run_id]
         for path in own[:-self.schedule.keep] if self.schedule.keep is not None else ():
-            shutil.rmtree(path)
+            os.replace(path, gone := path.with_name(f"{UNFINISHED}{path.name}-{self.run_id}-{os.getpid()}"))  # whole or not there, whenever the process ends
+            shutil.rmtree(gone)

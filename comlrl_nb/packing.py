@@ -111,13 +111,16 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when the block ends well and vanishes when it does not. FileExistsError when `target` holds something."""
+def new_folder(target: Path, owner: str = "") -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when the block ends well and vanishes when it does not. FileExistsError when `target` holds something.
+
+    What a killed process leaves has `owner` in its name.
+    """
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target}: it exists and is not empty; nothing is overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.parent / f"{UNFINISHED}{target.name}-{os.getpid()}"
+    work = target.parent / f"{UNFINISHED}{target.name}-{owner}-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
@@ -136,15 +139,15 @@ def write_checkpoint(target: str | os.PathLike, state: Mapping[str, Any], about:
     """Write `state`, copies of `files` (name in the folder → where it is), and metadata with `about`."""
     packer = Packer()
     packed = packer.pack(state)
-    with new_folder(Path(target)) as work:
+    with new_folder(Path(target), about.get("run_id", "")) as work:
         (work / STATE).write_text(json.dumps(packed), encoding="utf-8")
         save_file(packer.tensors, work / TENSORS)
         for name, source in files.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, work / name)
         known = {name: {"size": (work / name).stat().st_size, "sha256": checksum_of(work / name)} for name in (STATE, TENSORS, *files)}
-        for name in known:
-            flush(work / name)
+        for path in work.rglob("*"):
+            flush(path)
         (work / METADATA).write_text(json.dumps({"version": VERSION, **about, "files": known}, indent=1), encoding="utf-8")
         flush(work / METADATA)
 

@@ -208,7 +208,7 @@ class Resumable(TrainerBase):
 
     def progress(self) -> dict[str, float]:
         """How far the run is in every unit that a checkpoint interval can have."""
-        return {"updates": self.run.update, "epochs": 0 if self.source is None else self.source.epochs_done, "iterations": 0}
+        return {"updates": self.run.update, "epochs": 0 if self.source is None else self.source.epochs_done}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the run remembers."""
@@ -257,6 +257,8 @@ class Resumable(TrainerBase):
         if folder is not None and not isinstance(folder, (str, os.PathLike)):
             raise ValueError(f"checkpoint_dir: None or a path is needed, got {folder!r}")
         schedule = Schedule(Path(folder or "."), interval, unit or default_unit, limit)
+        if schedule.unit not in (*self.progress(), "minutes"):
+            raise ValueError(f"checkpoint_unit: {schedule.unit!r} given, but {self.algorithm_name} counts only {', '.join(self.progress())} and minutes")
         found = resolve_resume(resume, folder)
         if found is not None:
             self.load_checkpoint(found)
