@@ -17,10 +17,10 @@ import torch
 from .types import markdown_table
 
 # %% auto #0
-__all__ = ['Config', 'invalid', 'check_int', 'interval', 'check_real', 'check_choice', 'check_flag', 'check_text', 'check_folder',
-           'is_device', 'check_devices', 'Core', 'Collaboration', 'Placement', 'GroupSize', 'Sampling', 'Horizon',
-           'Pairing', 'Episode', 'Evaluation', 'Buffer', 'Normalization', 'Baseline', 'ReferenceKL', 'RunOptions',
-           'CriticTraining', 'SeparateCritic', 'CriticTarget', 'ValueHead']
+__all__ = ['REPORT_TO', 'Config', 'invalid', 'check_int', 'interval', 'check_real', 'check_choice', 'check_flag', 'check_text',
+           'check_folder', 'is_device', 'check_devices', 'Core', 'Collaboration', 'Placement', 'GroupSize', 'Sampling',
+           'Horizon', 'Pairing', 'Episode', 'Evaluation', 'Buffer', 'Normalization', 'Baseline', 'ReferenceKL',
+           'RunOptions', 'CriticTraining', 'SeparateCritic', 'CriticTarget', 'ValueHead']
 
 # %% ../nbs/00_core/01_config.ipynb #7245f464
 @dataclass
@@ -314,12 +314,16 @@ class ReferenceKL(Config):
         check_devices(self, "reference_devices", lengths=(1, self.num_actors))
 
 # %% ../nbs/00_core/01_config.ipynb #4e3eaef8
+REPORT_TO = ("tensorboard", "trackio", "wandb")
+
+
 @dataclass(kw_only=True)
 class RunOptions(Config):
     """Options of every trainer that comlrl does not have.
 
     `seed` None leaves torch's global seed in charge. `max_prompt_length` counts tokens; a longer prompt keeps its end.
-    `on_nonfinite`: a loss that is not finite raises, or (`"skip"`) its update is left out.
+    `on_nonfinite`: a loss that is not finite raises, or (`"skip"`) its update is left out. `history_file` (a .jsonl) and
+    `report_to` ("tensorboard", "trackio", "wandb") say where history rows go besides memory.
     """
 
     seed: int | None = None
@@ -327,6 +331,8 @@ class RunOptions(Config):
     output_dir: str | os.PathLike = "runs"
     max_prompt_length: int | None = None
     on_nonfinite: str = "raise"
+    history_file: str | os.PathLike | None = None
+    report_to: str | Sequence[str] | None = None
 
     def check(self) -> None:
         check_int(self, "seed", 0, optional=True)
@@ -334,6 +340,10 @@ class RunOptions(Config):
         check_folder(self, "output_dir", optional=False)
         check_int(self, "max_prompt_length", 1, optional=True)
         check_choice(self, "on_nonfinite", ("raise", "skip"))
+        check_folder(self, "history_file")
+        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        if any(name not in REPORT_TO for name in given):
+            raise invalid(self, "report_to", f"None or some of {', '.join(map(repr, REPORT_TO))}")
 
 # %% ../nbs/00_core/01_config.ipynb #533db6da
 @dataclass

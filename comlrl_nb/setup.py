@@ -140,7 +140,7 @@ def prepare(args: Any, inputs: Inputs, *, per_agent_rewards: bool = False, with_
     plan = plan_agents(agent_model=inputs.agent_model, agents=inputs.agents, num_agents=num_actors, tokenizer=inputs.tokenizer, model_config=inputs.model_config)
     if not plan.by_name:
         require_trainable(plan.sources)
-    critic_devices = args.critic_devices if isinstance(args, CriticTraining) and num_critics else None
+    critic_devices = args.critic_devices if isinstance(args, CriticTraining) else None
     placement = place(num_actors, parallel_training=args.parallel_training, agent_devices=args.agent_devices, num_critics=num_critics, critic_devices=critic_devices)
     if with_references:
         placement = replace(placement, references=follow(args.reference_devices, placement.agents, "reference_devices"))

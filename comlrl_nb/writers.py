@@ -42,6 +42,11 @@ class Actor:
         return self.model if self.owner is None else self.owner
 
     @property
+    def sampled(self) -> nn.Module:
+        """What samples: the language model, or its owner where somebody has put a `generate` of his own on that."""
+        return self.model if self.owner is None or "generate" not in vars(self.owner) else self.owner
+
+    @property
     def pad_id(self) -> int:
         return self.tokenizer.pad_token_id
 
@@ -103,7 +108,7 @@ class Writers:
 
         def one(index: int, mine: Sequence[Prompt]) -> list[Generation]:
             actor = self.actors[index]
-            return sample(actor.model, actor.tokenizer, mine, num, self.sampling, self.streams[f"{purpose} {index}"],
+            return sample(actor.sampled, actor.tokenizer, mine, num, self.sampling, self.streams[f"{purpose} {index}"],
                           eos_ids=actor.eos_ids, agent_idx=index)
 
         by_actor = self.each(one, encoded)

@@ -833,7 +833,6 @@ def test_further_keywords_for_generate():
     assert set(seen[:-4]) == {1.5} and set(seen[-4:]) == {None}
 
 
-@pytest.mark.xfail(strict=True, reason="agents are sampled through the language model inside, so a generate replaced on the agent itself is not seen")
 def test_a_generate_replaced_on_an_agent_is_seen():
     trainer, seen = make(), []
     real = trainer.agents[0].generate

@@ -257,7 +257,6 @@ def test_added_tokens_make_room_in_named_critics(tmp_path, folder):
     trainer.train()
 
 
-@pytest.mark.xfail(strict=True, reason="critic_devices of a run without critic models is not read, so a wrong one is not noticed")
 @pytest.mark.parametrize("devices", ["cuda:63", ["cpu"] * 7])
 def test_critic_devices_of_shared_heads(devices, folder, no_loading):
     with pytest.raises(ValueError, match="critic_devices"):

@@ -15,7 +15,7 @@ from comlrl_nb.trainers import configs
 
 SURFACE = json.loads((Path(__file__).parent / "data" / "api_surface.json").read_text())
 NAMES = [key for key in SURFACE if key.endswith("Config")]
-RUN = {"seed": None, "shuffle": False, "output_dir": "runs", "max_prompt_length": None, "on_nonfinite": "raise"}
+RUN = {"seed": None, "shuffle": False, "output_dir": "runs", "max_prompt_length": None, "on_nonfinite": "raise", "history_file": None, "report_to": None}
 PREFERENCE = {"score_last_token": False, "dpo_reference": False}
 API = {"comparator_api_max_concurrency": 8, "comparator_api_total_timeout": 600.0}
 CHANGED = {"early_termination_threshold": None, "reward_model_device": None}
