@@ -51,8 +51,8 @@ check: $(DEV)  ## exported code, README and sidebar in step with clean notebooks
 test-notebooks: $(DEV)  ## run every notebook
 	@$(PY) tools/test_nbs.py
 
-test-code: $(DEV)  ## run the tests in tests/
-	@$(PY) -m pytest $(PYTEST_ARGS)
+test-code: $(DEV)  ## run the tests in tests/ (two processes; PYTEST_ARGS="-n 0 ..." for one)
+	@$(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-site: $(DEV)  ## build the site and look at it with Chromium
 	@$(PY) -m pytest -m browser $(PYTEST_ARGS)
