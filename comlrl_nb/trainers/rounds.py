@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from ..rollout import Roles, node_stats, rollout
 from ..round_files import write_atomically
 from ..schedulers.device_scheduler import follow
 from ..setup import Inputs, is_central
-from ..streams import rewound_on_error
+from ..streams import RandomStream, rewound_on_error
 from .base import TrainerBase
 from .collecting import ROWS_PER_CALL, batches_of
 from .preference.centralized import checked_adapter
@@ -37,8 +39,8 @@ from ..utils.tokenizer_utils import ensure_pad_token, eos_ids, load_tokenizer
 from ..writers import Actor, Writers
 
 # %% auto #0
-__all__ = ['NUM_BINS', 'Side', 'compared', 'Comparison', 'judge_answers', 'compare', 'comparator_mean', 'check_rounds',
-           'build_comparator', 'fixed_models', 'given_models', 'comparator_streams', 'Rounds', 'round_stats', 'series',
+__all__ = ['NUM_BINS', 'Side', 'compared', 'Comparison', 'judge_answers', 'compare', 'check_rounds', 'build_comparator',
+           'fixed_models', 'given_models', 'comparator_streams', 'rewound_while', 'Rounds', 'round_stats', 'series',
            'write_distribution']
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #2a48bf24
@@ -94,30 +96,27 @@ def judge_answers(answers: JointAnswers, node: Node, roles: Roles, reward: Any, 
 
 
 def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, iteration: int) -> Comparison:
-    """Compare on every training item; stopped halfway, the random streams are as before."""
+    """Compare on every training item."""
     setup, args, found, stats, started = trainer.setup, trainer.args, Comparison(), [], time.perf_counter()
     rng = setup.streams["pairs"].python
-    with rewound_on_error(setup.streams.values()), comparator.source.opened(iteration):
+    with comparator.source.opened(iteration):
         trainer.run.events.on_phase(f"compare round {iteration}", setup.train.length)
         for batch in batches_of(setup.train.epoch(), max(1, ROWS_PER_CALL // args.preference_num_candidates)):
             nodes = rollout(batch, roles, trainer.team, reward, args.preference_num_candidates, first_index=len(stats))
             answers = comparator.answers([roles.read(item) for item in batch], batch, args.comparator_candidates)
             for node, answer in zip(nodes, answers):
                 side = judge_answers(answer, node, roles, reward, len(stats))
+                theirs = {"comparator_reward_mean": fmean(side.rewards.values())} if side.rewards else {}
                 pairs, counts = compared(node, side, args.pair_selection, args.preference_pairs_per_sample, rng)
                 found.pairs += pairs
                 found.target += [joint.raw_reward for joint in node.joints]
                 found.comparator += list(side.raw.values())
-                stats.append(Stats({**node_stats([node]), **counts, "unanswered": answer.unanswered, "unsplit": answer.unsplit, **comparator_mean(side)}))
+                stats.append(Stats({**node_stats([node]), **counts, "unanswered": answer.unanswered, "unsplit": answer.unsplit, **theirs}))
             trainer.run.events.on_nodes("collect", nodes)
             trainer.run.events.on_advance(len(batch), stats[-1])
         totals = {name: sum(one[name] for one in stats) for name in ("pairs", "tied_pairs", "identical_pairs", "unanswered", "unsplit")} if stats else {}
         found.stats, found.seconds = Stats({**Stats.mean(stats), **totals}), time.perf_counter() - started
     return found
-
-
-def comparator_mean(side: Side) -> Stats:
-    return Stats(comparator_reward_mean=sum(side.rewards.values()) / len(side.rewards)) if side.rewards else Stats()
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #6dc5bc48
 def check_rounds(args: Any, inputs: Inputs) -> None:
@@ -188,8 +187,20 @@ def comparator_streams(args: Any) -> tuple[str, ...]:
     return (*(f"comparator {index}" for index in range(args.num_actors)), "replay")
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #23cb6f20
+@contextmanager
+def rewound_while(undone: Callable[[], bool], streams: Iterable[RandomStream]) -> Iterator[None]:
+    """When the block raises while `undone()`, every stream goes back to where it was: another attempt draws the same."""
+    saved = [(stream, stream.state_dict()) for stream in streams]
+    try:
+        yield
+    except BaseException:
+        for stream, state in saved if undone() else ():
+            stream.load_state_dict(state)
+        raise
+
+# %% ../../nbs/60_trainers/04_rounds.ipynb #3b531211
 class Rounds:
-    """Where iterative training stands, its comparator and its replay store."""
+    """Where iterative training stands, its comparator and its replay store; the trainer's `end_round()` forgets where it stood in a round's training set."""
 
     def __init__(self, trainer: TrainerBase, adapter: Any, model_config: Any):
         args = trainer.args
@@ -211,6 +222,7 @@ class Rounds:
                 learn(self.batch)
             with interrupt_afterwards():
                 self.iteration, self.batch = self.iteration + 1, None
+                trainer.end_round()
                 trainer.run.events.on_safe_point()
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,7 +249,8 @@ class Rounds:
         if self.found is None:
             if self.past is not None:
                 self.past.enter(self.iteration)
-            self.found = compare(trainer, self.comparator, roles, reward, self.iteration)
+            with rewound_while(lambda: self.found is None, trainer.setup.streams.values()):
+                self.found = compare(trainer, self.comparator, roles, reward, self.iteration)
         current = self.store.index.current
         if current is None or current.number < self.iteration:
             with interrupt_afterwards():

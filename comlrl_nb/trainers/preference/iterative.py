@@ -42,6 +42,8 @@ class MADPOIterTrainer(MADPOTrainer):
             self.source = pair_batches(self, pairs, self.args.num_train_epochs)
         train_source(self, self.source, self.args.eval_interval)
         self.run.flush()
+
+    def end_round(self) -> None:
         self.source = None
 
     def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
@@ -89,7 +91,14 @@ class MARLHFIterTrainer(MARLHFTrainer):
         """Fit a new reward model to the pairs of a round, then train on its scores."""
         if not self.phase.done:
             self.phase.fit(pairs, (), self.run)
-        self.rl.train(**generation)
+        if self.rl.source is not None or self.run.update == self._fitted_at():
+            self.rl.train(**generation)
+
+    def _fitted_at(self) -> int:
+        """The number of updates when the latest reward model was fitted; once there are more and none is left, the round has been learned."""
+        return next(row["update"] for row in reversed(self.history.rows) if row["kind"] == "reward_model")
+
+    def end_round(self) -> None:
         self.phase.done = False
 
     def oracle(self) -> tuple[Any, Any]:
