@@ -135,15 +135,15 @@ def check_rounds(args: Any, inputs: Inputs) -> None:
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #e0aa39e0
 def build_comparator(trainer: TrainerBase, adapter: Any, model_config: Any, folder: Path) -> tuple[Any, Past | None]:
-    """The comparator of `trainer.args`, and the keeper of past policies where there is one."""
+    """The comparator of `trainer.args`, and the keeper of past policies where they are compared with or asked for."""
     args, team = trainer.args, trainer.team
     one_for_all = args.comparator_generation_mode == "centralized"
     places = (args.comparator_centralized_agent_index,) if one_for_all else tuple(range(len(team)))
     leaders = [actor.device for actor in team.actors]
     devices = follow(args.comparator_devices, leaders, "comparator_devices")
     devices = [devices[place] for place in places]
-    past = Past(team, places, devices, args.comparator_history_k, args.policy_checkpoint_dir or folder / "policies", args.policy_checkpoint_dir is not None) \
-        if args.comparator_policy == "history" else None
+    kept = args.policy_checkpoint_dir is not None
+    past = Past(team, places, devices, args.comparator_history_k or 1, args.policy_checkpoint_dir or folder / "policies", kept) if kept or args.comparator_policy == "history" else None
     sources = {"current": lambda: Current(team, places), "current_copy": lambda: CurrentCopy(team, places, devices), "history": lambda: past,
                "model": lambda: Fixed(fixed_models(args, team, places, devices, model_config), team), "api": lambda: Remote(RemoteModel.from_config(args), places)}
     source = sources[args.comparator_policy]()
