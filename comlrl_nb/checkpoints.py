@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from .callbacks import Callback
-from .packing import METADATA, UNFINISHED, BrokenCheckpoint, check_files, read_metadata
+from .packing import METADATA, STATE, UNFINISHED, BrokenCheckpoint, check_files, read_metadata
 
 # %% auto #0
-__all__ = ['UNITS', 'NAME', 'Schedule', 'checkpoints_in', 'newest_complete', 'resolve_resume', 'Checkpoints']
+__all__ = ['UNITS', 'NAME', 'Schedule', 'is_readable', 'checkpoints_in', 'newest_complete', 'resolve_resume', 'Checkpoints']
 
 # %% ../nbs/50_training/07a_checkpoints.ipynb #32a7891d
 UNITS = ("epochs", "updates", "iterations", "minutes")
@@ -47,15 +47,20 @@ class Schedule:
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
+def is_readable(path: Path) -> bool:
+    """Has this folder metadata that can be read?"""
+    try:
+        return bool(read_metadata(path))
+    except BrokenCheckpoint:
+        return False
+
+
 def checkpoints_in(folder: str | os.PathLike) -> list[tuple[Path, dict[str, Any]]]:
     """(folder, metadata) of every checkpoint, oldest first: runs by their last checkpoint, numbers in numeric order."""
     found = []
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-        if NAME.fullmatch(path.name) and (path / METADATA).is_file():
-            try:
-                found.append((path, read_metadata(path)))
-            except BrokenCheckpoint:
-                continue
+        if NAME.fullmatch(path.name) and is_readable(path):
+            found.append((path, read_metadata(path)))
     last = {}
     for _, known in found:
         last[known["run_id"]] = max(last.get(known["run_id"], 0.0), known["saved_at"])
@@ -63,7 +68,10 @@ def checkpoints_in(folder: str | os.PathLike) -> list[tuple[Path, dict[str, Any]
 
 
 def newest_complete(folder: str | os.PathLike) -> Path:
-    """The newest checkpoint whose files are whole; a broken newer one is passed over with a warning. FileNotFoundError when there is none."""
+    """The newest checkpoint whose files are whole; broken ones are passed over with a warning. FileNotFoundError when there is none."""
+    for path in sorted(Path(folder).glob("checkpoint-*")):
+        if (path / STATE).is_file() and not is_readable(path):
+            warnings.warn(f"{path}: its {METADATA} is missing or cannot be read; it is passed over for the one before", stacklevel=3)
     for path, known in reversed(checkpoints_in(folder)):
         try:
             check_files(path, known)
