@@ -941,7 +941,7 @@ tokenizer.save_pretrained(home)
 data = [{"prompt": "first item"}, {"prompt": "second"}]
 fields = dict(num_train_epochs=2, agent_learning_rate=1e-3, num_agents=2, num_generations=2, max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=None, eval_interval=1, eval_num_samples=2,
     rollout_buffer_size=2, train_batch_size=2, preference_num_candidates=4, preference_pairs_per_sample=2, reward_model_name=home, reward_learning_rate=1e-3, reward_num_train_epochs=1,
-    reward_train_batch_size=2, reward_max_length=256)
+    reward_train_batch_size=2, reward_max_length=256, reward_model_device="cpu")
 runs = [("magrpo", dict(reference_kl_enabled=True, reference_kl_coef=0.05)), ("mareinforce", dict(pair_selection="random")), ("marloo", dict(reward_freeze_backbone=True)), ("maremax", {}),
     ("maac", dict(critic_model_name=home)), ("iac", dict(critic_model_name=home)), ("iac", dict(use_separate_critic=False))]
 for algorithm, more in runs:
