@@ -18,12 +18,13 @@ from transformers.cache_utils import DynamicLayer
 
 from .logprobs import pad_left, prefill, select_rows
 from .models.modes import device_of, eval_mode
+from .shared_prompt import SharedPromptLayer, can_share_prompt, sharing_prompt
 from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
 __all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'RoomyLayer', 'make_room', 'is_library_generate',
-           'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
+           'room_for', 'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -103,15 +104,27 @@ def is_library_generate(model: nn.Module) -> bool:
     return getattr(getattr(model, "generate", None), "__func__", None) is GenerationMixin.generate
 
 
+@contextmanager
+def room_for(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width: int, new: int) -> Iterator[None]:
+    """Make `cache` that of `num` samples per prompt: the prompt kept once where the model can read it so, else a copy per sample."""
+    if num == 1 or not can_share_prompt(model, cache):
+        make_room(cache, owner, width + new)
+        yield
+        return
+    cache.layers = [SharedPromptLayer(layer, num, new + 1) for layer in cache.layers]
+    with sharing_prompt(model):
+        yield
+
+
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:
     """Token ids `[B*num, P+T]` of `num` samples for each of the left-padded prompts `ids [B, P]`."""
     if is_library_generate(model) and ids.shape[1] > 1:
         before = prefill(model, ids[:, :-1], mask[:, :-1])
         owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
         if before.cache is not None:
-            make_room(before.cache, owner, ids.shape[1] + keywords["max_new_tokens"])
-            out = model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
-                                 **{before.cache_name: before.cache}, **keywords)
+            with room_for(model, before.cache, owner, num, ids.shape[1], keywords["max_new_tokens"]):
+                out = model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
+                                     **{before.cache_name: before.cache}, **keywords)
             return out.sequences
     out = model.generate(input_ids=ids, attention_mask=mask.long(), num_return_sequences=num, **keywords)
     return out if isinstance(out, torch.Tensor) else out.sequences

@@ -5,6 +5,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 
 import comlrl_nb.generation as generation
 from comlrl_nb.generation import RoomyLayer, Sampling, generate_rows, plain_generation_config
+from comlrl_nb.shared_prompt import SharedPromptLayer
 from comlrl_nb.streams import RandomStream
 from comlrl_nb.toy import micro_model
 
@@ -19,16 +20,19 @@ def some_layers_sliding():
     return Gemma3ForCausalLM(Gemma3TextConfig(**SIZE, head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]))
 
 
-@pytest.mark.parametrize("make, roomy", [(lambda: micro_model(seed=0), 2), (sliding, 0), (some_layers_sliding, 0)])
-def test_a_prompt_run_once_gives_the_librarys_tokens_and_room_only_where_all_layers_grow(make, roomy, monkeypatch):
+@pytest.mark.parametrize("make, layer, count", [(lambda: micro_model(seed=0), SharedPromptLayer, 2), (lambda: micro_model(seed=0), RoomyLayer, 2), (sliding, SharedPromptLayer, 0),
+                                                (sliding, RoomyLayer, 0), (some_layers_sliding, SharedPromptLayer, 0)])
+def test_a_prompt_run_once_gives_the_librarys_tokens_and_room_only_where_all_layers_grow(make, layer, count, monkeypatch):
     made = []
 
-    class Counted(RoomyLayer):
+    class Counted(layer):
         def __init__(self, *args):
             made.append(self)
             super().__init__(*args)
 
-    monkeypatch.setattr(generation, "RoomyLayer", Counted)
+    monkeypatch.setattr(generation, layer.__name__, Counted)
+    if layer is RoomyLayer:
+        monkeypatch.setattr(generation, "can_share_prompt", lambda model, cache: False)
     torch.manual_seed(0)
     model, keywords = make().eval(), Sampling(max_new_tokens=10).keywords()
     ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -39,4 +43,4 @@ def test_a_prompt_run_once_gives_the_librarys_tokens_and_room_only_where_all_lay
             expected = model.generate(input_ids=ids, attention_mask=mask.long(), num_return_sequences=3, **keywords).sequences
         with RandomStream(0, "s").on("cpu"):
             found = generate_rows(model, ids, mask, 3, keywords)
-    assert torch.equal(found, expected) and len(made) == roomy
+    assert torch.equal(found, expected) and len(made) == count
