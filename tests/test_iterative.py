@@ -219,11 +219,8 @@ MODES = [("current", {}), ("nearest_k", dict(preference_replay_k=2)), ("all_hist
          ("lambda_decay", dict(preference_replay_lambda=0.0))]
 
 
-@pytest.mark.parametrize("mode, more", MODES)
-@pytest.mark.parametrize("size", [None, 40])
+@pytest.mark.parametrize("mode, more, size", [(*each, size) for each in MODES for size in (None, 40) if each[0] != "current" or size is None])
 def test_replay_modes_through_the_trainer(mode, more, size):
-    if mode == "current" and size:
-        pytest.skip("current takes no sample size")
     trainer = make(num_iterations=3, preference_replay_mode=mode, preference_replay_sample_size=size, train_dataset=rows(2), train_batch_size=50, **more)
     seen = batches_seen(trainer)
     trainer.train()
@@ -383,11 +380,8 @@ def test_one_actor_for_all_roles_is_scored_by_the_reward_model_as_a_whole():
     assert seen == [(6, False), (0, True)] and stored(trainer)[1]["pairs"]
 
 
-@BOTH
-@pytest.mark.parametrize("scoring", ["task", "reward_model"])
+@pytest.mark.parametrize("kind, scoring", [("MADPO", "task"), ("MARLHF", "task"), ("MARLHF", "reward_model")])
 def test_evaluation_uses_the_current_policies_and_the_task_reward(kind, scoring, monkeypatch):
-    if kind == "MADPO" and scoring == "reward_model":
-        pytest.skip("MADPO has no reward model")
     held = [{"prompt": "say c", "answer": 9}] * 2
     more = dict(preference_scoring_reward=scoring) if kind == "MARLHF" else {}
     trainer = make(kind, eval_dataset=held, eval_interval=1, eval_num_samples=2, reward_processor=lambda value: value + 10.0, num_iterations=2, **more)
