@@ -1,9 +1,13 @@
 """Short runs of every trainer, what they leave behind, and children that may be killed, for the tests of checkpoints."""
 import json
-import multiprocessing
+import os
+import select
 import signal
+import subprocess
 import sys
-import time
+import tempfile
+import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -59,6 +63,14 @@ FAMILIES = ("MAGRPO", "MAAC", "IAC-heads", "MADPO", "MARLHF-iac", "MADPOIter", "
 def make(name, folder, **changes):
     """A new trainer that writes its own files under `folder`."""
     return RUNS[name](**{"output_dir": str(folder), **changes})
+
+
+@contextmanager
+def memory_folder():
+    """A temporary folder in memory where there is one: a disk takes its time for every fsync."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as place:
+        yield Path(place)
 
 
 class Stop(Callback):
@@ -128,44 +140,63 @@ def checkpoints(folder):
     return [path for path in Path(folder).glob("checkpoint-*") if (path / "metadata.json").is_file()]
 
 
-def live(name, folder, results, started=None):
+def live(name, folder, results, started=lambda: None):
     """One life of a child: begin, or go on from the newest checkpoint; at the end leave the outcome in `results`."""
     folder = Path(folder)
     with one_thread():
         trainer = make(name, folder / "runs")
-        if started is not None:
-            started.set()
+        started()
         resume = "latest" if checkpoints(folder / "kept") else None
         trainer.train(resume_from_checkpoint=resume, checkpoint_dir=folder / "kept", checkpoint_total_limit=2, **ALWAYS)
         torch.save(outcome(trainer), results)
 
 
-def children():
-    """Processes that begin with everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoint_runs"])
-    return context
+class Nursery:
+    """A process with everything imported that makes a child for every line it reads, and says when the child has a trainer and how it ended."""
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def life(self, name, folder, results, after=None):
+        """Run a child and kill it after that many seconds of work (None: never); True when it was killed."""
+        self.process.stdin.write(json.dumps([name, str(folder), str(results)]) + "\n")
+        self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        assert self.process.stdout.readline() == "started\n"
+        if after is not None:
+            select.select([self.process.stdout], [], [], after)
+            os.kill(pid, signal.SIGKILL)  # the nursery keeps the number until it is told to go on
+        assert self.process.stdout.readline() == "ended\n"
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        code = int(self.process.stdout.readline())
+        assert code in (0, -signal.SIGKILL), code
+        return code != 0
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
 
 
-def killed_or_done(context, name, folder, results, after):
-    """Run a child and kill it `after` seconds of work, unless it is done; True when it was killed."""
-    started = context.Event()
-    child = context.Process(target=live, args=(name, str(folder), str(results), started))
-    child.start()
-    assert started.wait(60)
-    child.join(after)
-    child.kill()
-    child.join()
-    assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
-    return child.exitcode != 0
-
-
-def seconds_of(context, name, folder, results):
-    """How long an undisturbed child works."""
-    begin = time.monotonic()
-    assert not killed_or_done(context, name, folder, results, None)
-    return time.monotonic() - begin
+def nursery():
+    """The other side of `Nursery`."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            name, folder, results = json.loads(line)
+            try:
+                print(os.getpid(), flush=True)
+                live(name, folder, results, lambda: print("started", flush=True))
+                os._exit(0)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        print("ended", flush=True)
+        sys.stdin.readline()
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
-    live(*sys.argv[1:])
+    live(*sys.argv[1:]) if sys.argv[1:] else nursery()
