@@ -64,6 +64,11 @@ def test_every_local_policy_compares_one_item(policy, saved):
     assert same(seen[0], fixed if policy == "model" else before)
 
 
+def policy_samples(trainer):
+    """What training samples next."""
+    return trainer.team.sample([[row["prompt"]] * 2 for row in rows()], 4, "policy")
+
+
 @pytest.mark.parametrize("policy", LOCAL)
 def test_comparing_never_changes_what_the_policy_samples_next(policy, saved):
     def after(comparator_candidates):
@@ -71,15 +76,15 @@ def test_comparing_never_changes_what_the_policy_samples_next(policy, saved):
         if trainer.rounds.past is not None:
             trainer.rounds.past.enter(1)
         torch.manual_seed(7)
-        first = trainer.rollout(rows()[0])
+        first = policy_samples(trainer)
         with asked(trainer) as answers:
             answers(comparator_candidates)
-        second = trainer.rollout(rows()[1])
+        second = policy_samples(trainer)
         return first, second, torch.rand(3).tolist()
 
     plain = make()
     torch.manual_seed(7)
-    alone = plain.rollout(rows()[0]), plain.rollout(rows()[1]), torch.rand(3).tolist()
+    alone = policy_samples(plain), policy_samples(plain), torch.rand(3).tolist()
     assert after(1) == after(5) == alone
 
 
@@ -91,8 +96,8 @@ def test_the_current_weights_write_something_else_than_the_policy(policy):
     assert all(pair["winner_completions"] != pair["loser_completions"] for pair in stored(trainer)[0]["pairs"])
     trainer = make(comparator_policy="current")
     found = joints(trainer)
-    for item, own in zip(rows(), found):
-        assert trainer.rollout(item).joints[0].completions != own[0]
+    for own, theirs in zip(policy_samples(make()), found):
+        assert list(zip(*(generation.completions for generation in own))) != theirs
 
 
 def test_the_current_weights_are_neither_copied_nor_moved():
