@@ -69,14 +69,15 @@ def actor_critic_update(team: Agents, critics: Critics, samples: Sequence[JointS
                         budget: int | None = None) -> tuple[float, Stats]:
     """One step of every actor and critic on joint samples of one turn; the mean of the actors' losses, and metrics.
 
-    A number that is not finite raises before any weight moves; with `skip_nonfinite` the update is left out and counted instead.
+    A number that is not finite raises before any weight moves; with `skip_nonfinite` the update is left out and counted instead. In the
+    second and later batches of a shared critic, which come after steps, only that batch is left out, or the error says what has moved.
     """
     if not samples:
         return 0.0, Stats()
-    return guarded([*team.modules, *critics.models], lambda: _step_on(team, critics, samples, rule, budget), skip_nonfinite)
+    return guarded([*team.modules, *critics.models], lambda: _step_on(team, critics, samples, rule, budget, skip_nonfinite), skip_nonfinite)
 
 
-def _step_on(team: Agents, critics: Critics, samples: Sequence[JointSample], rule: ValueRule, budget: int | None) -> tuple[float, Stats]:
+def _step_on(team: Agents, critics: Critics, samples: Sequence[JointSample], rule: ValueRule, budget: int | None, skip_nonfinite: bool) -> tuple[float, Stats]:
     found: list[AgentLoss] = []
     count, shared = len(team), len(critics.models) < len(team)
     first = critics.models[:1] if shared else critics.models
@@ -105,7 +106,12 @@ def _step_on(team: Agents, critics: Critics, samples: Sequence[JointSample], rul
         norms = gradient_step([*team.modules, *first], [*team.optimizers, *critics.optimizers], backward, names)
         norms, critic_norms = norms[:count], norms[count:]
     for agent in range(1, count) if shared else ():
-        critic_norms += gradient_step(critics.models, critics.optimizers, lambda: critic_pass(agent), ["critic 0"])
+        try:
+            critic_norms += gradient_step(critics.models, critics.optimizers, lambda: critic_pass(agent), ["critic 0"])
+        except NonFiniteError as error:
+            if not skip_nonfinite:
+                raise NonFiniteError(f"{error} (in the critic's batch of agent {agent}: the actors, and the critic with earlier batches, have made this update's step)") from error
+            critic_norms.append(0.0)
     stats = loss_stats(found)
     own = {f"agent_{agent}/critic_loss": loss for agent, loss in enumerate(losses)}
     return stats["loss"], Stats({**stats, "critic_loss": sum(losses) / count, **own, **norm_stats(norms), **(norm_stats(critic_norms, "critic_grad_norm") if critic_norms else {})})

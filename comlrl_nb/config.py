@@ -10,6 +10,7 @@ import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -341,9 +342,12 @@ class RunOptions(Config):
         check_int(self, "max_prompt_length", 1, optional=True)
         check_choice(self, "on_nonfinite", ("raise", "skip"))
         check_folder(self, "history_file")
-        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
-        if any(name not in REPORT_TO for name in given):
+        given = [self.report_to] if isinstance(self.report_to, str) else self.report_to or ()
+        if self.report_to is not None and (not isinstance(given, (list, tuple)) or any(name not in REPORT_TO for name in given)):
             raise invalid(self, "report_to", f"None or some of {', '.join(map(repr, REPORT_TO))}")
+        for name in given:
+            if find_spec(name) is None:
+                raise invalid(self, "report_to", f"without {name!r}, whose package is not installed (pip install {name})")
 
 # %% ../nbs/00_core/01_config.ipynb #533db6da
 @dataclass

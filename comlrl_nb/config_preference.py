@@ -9,16 +9,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from comlrl_nb.config import (
     Config, check_choice, check_devices, check_flag, check_folder, check_int, check_real, check_text, invalid, is_device,
 )
 
 # %% auto #0
-__all__ = ['REPLAY_MODES', 'REPLAY_REQUIRES', 'COMPARATOR_POLICIES', 'GENERATION_MODES', 'API_FORMATS', 'PreferenceData',
-           'PreferenceLoss', 'RLBackend', 'RewardModel', 'CriticSource', 'Scoring', 'Replay', 'Comparator', 'secret',
-           'is_web_address', 'ComparatorAPI']
+__all__ = ['REPLAY_MODES', 'REPLAY_REQUIRES', 'COMPARATOR_POLICIES', 'GENERATION_MODES', 'API_FORMATS', 'KEY_NAMES',
+           'PreferenceData', 'PreferenceLoss', 'RLBackend', 'RewardModel', 'CriticSource', 'Scoring', 'Replay',
+           'Comparator', 'secret', 'is_web_address', 'ComparatorAPI']
 
 # %% ../nbs/00_core/04_config_preference.ipynb #a20a6761
 @dataclass
@@ -238,6 +238,9 @@ def secret(owner: Any, name: str, allowed: str) -> ValueError:
     return ValueError(f"{type(owner).__name__}: {name} must be {allowed} (its value is not shown)")
 
 
+KEY_NAMES = {"key", "api_key", "apikey", "api-key", "token", "access_token", "sig", "signature", "secret", "password"}
+
+
 def is_web_address(url: str) -> bool:
     """http or https, with a host and without a user name or password."""
     try:
@@ -285,6 +288,8 @@ class ComparatorAPI(Config):
         url, key, headers = self.comparator_api_url, self.comparator_api_key, self.comparator_api_headers
         if url is not None and not (isinstance(url, str) and is_web_address(url)):
             raise secret(self, "comparator_api_url", "None or an http(s) address without user name and password")
+        if url is not None and {name.lower() for name in parse_qs(urlsplit(url).query, keep_blank_values=True)} & KEY_NAMES:
+            raise secret(self, "comparator_api_url", "an address without a key in its query; give the key as comparator_api_key, comparator_api_key_env or in comparator_api_headers")
         if self.comparator_policy == "api" and url is None:
             raise invalid(self, "comparator_api_url", "given when comparator_policy='api'")
         if key is not None and not (isinstance(key, str) and key.isprintable()):

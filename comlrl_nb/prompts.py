@@ -49,9 +49,8 @@ class AgentFormatter:
     pass_none: bool = True
 
     def __call__(self, item: Mapping[str, Any], external_prompts: str | None = None) -> str:
-        if external_prompts is not None and not self.takes_external:
-            warnings.warn("a formatter without a parameter external_prompts never sees the environment's text; "
-                          "add the parameter or set external_prompt_passthrough=True", stacklevel=2)
+        if external_prompts is not None:
+            item = {**item, "_original_prompt": item.get("prompt", ""), "prompt": external_prompts}
         passed = self.takes_external and (self.pass_none or external_prompts is not None)
         text = self.function(item, external_prompts=external_prompts) if passed else self.function(item)
         if not isinstance(text, str) or not text:

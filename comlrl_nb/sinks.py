@@ -34,6 +34,9 @@ class JsonlSink(Callback):
             file.write(json.dumps(known).encode() + b"\n")
             file.flush()
 
+    def finish(self) -> None:
+        """Nothing is open between rows."""
+
     @staticmethod
     def _ends_well(file: Any) -> bool:
         file.seek(-1, os.SEEK_END)
@@ -82,9 +85,6 @@ class TensorboardSink(Callback):
             self.writer.close()
             self.writer = None
 
-    def on_end(self, history: Any) -> None:
-        self.finish()
-
 
 class TrackioSink(Callback):
     """Sends every row to a Trackio project; `run_config` is stored with the run."""
@@ -105,9 +105,6 @@ class TrackioSink(Callback):
             import trackio
             trackio.finish()
             self.open = False
-
-    def on_end(self, history: Any) -> None:
-        self.finish()
 
 # %% ../nbs/50_training/01a_sinks.ipynb #e587836d
 def make_sinks(history_file: str | os.PathLike | None, report_to: Sequence[str], folder: Path, described: Mapping[str, Any]) -> list[Callback]:

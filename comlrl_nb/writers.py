@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from .generation import Sampling, sample
+from .losses import NonFiniteError
 from .parallel import AgentWorkers
 from .prompts import encode_prompt
 from .streams import RandomStream
 from .types import Generation, Prompt
 
 # %% auto #0
-__all__ = ['POSITION_TABLES', 'Actor', 'position_limit', 'Writers']
+__all__ = ['POSITION_TABLES', 'Actor', 'position_limit', 'raise_if_broken', 'Writers']
 
 # %% ../nbs/30_interaction/02a_writers.ipynb #58094a65
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ def position_limit(model: nn.Module) -> int | None:
     return None
 
 # %% ../nbs/30_interaction/02a_writers.ipynb #30f123ca
+def raise_if_broken(model: nn.Module, name: str, error: Exception) -> None:
+    """Raise a `NonFiniteError` naming the first weight of `model` that is not finite, in the place of `error`; return when all are."""
+    for key, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise NonFiniteError(f"{name} cannot sample: its weight {key} is not finite; look for a too large learning rate, or load it anew") from error
+
+# %% ../nbs/30_interaction/02a_writers.ipynb #b439a798
 class Writers:
     """Actors that sample together. `streams` holds one stream per purpose and actor, named like `"policy 0"` and `"evaluation 1"`."""
 
@@ -108,8 +116,11 @@ class Writers:
 
         def one(index: int, mine: Sequence[Prompt]) -> list[Generation]:
             actor = self.actors[index]
-            return sample(actor.sampled, actor.tokenizer, mine, num, self.sampling, self.streams[f"{purpose} {index}"],
-                          eos_ids=actor.eos_ids, agent_idx=index)
+            try:
+                return sample(actor.sampled, actor.tokenizer, mine, num, self.sampling, self.streams[f"{purpose} {index}"], eos_ids=actor.eos_ids, agent_idx=index)
+            except RuntimeError as error:
+                raise_if_broken(actor.model, f"agent {index}", error)
+                raise
 
         by_actor = self.each(one, encoded)
         return [list(row) for row in zip(*by_actor)]

@@ -483,10 +483,9 @@ def test_a_formatter_with_the_text_at_later_turns_only():
     assert seen[0] == "nothing yet" and len(seen) == 3 and all(text.startswith("1 0 ") for text in seen[1:])
 
 
-def test_a_formatter_that_takes_no_environment_text_is_warned_about():
-    with pytest.warns(UserWarning, match="external_prompts"):
-        _, (tree,) = heard_by(formatters=lambda item: item["prompt"])
-    assert {child.prompts[0].text for child in tree.children} == {"say ab"}
+def test_a_formatter_that_takes_no_environment_text_finds_it_as_the_items_prompt():
+    _, (tree,) = heard_by(formatters=lambda item: "Q: " + item["prompt"])
+    assert all(child.prompts[0].text.startswith("Q: 1 0 ") for child in tree.children)
 
 
 @pytest.mark.parametrize("joint_mode", ["aligned", "cross"])

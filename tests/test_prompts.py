@@ -67,10 +67,10 @@ def test_external_prompts_are_passed_by_name(pass_none, expected):
     assert seen == expected
 
 
-def test_formatter_that_cannot_see_the_external_text_is_called_without_it_and_warned_about():
-    wrapped, = build_formatters(lambda item: "p", 1)
-    with pytest.warns(UserWarning, match="external_prompt_passthrough"):
-        assert wrapped({}, external_prompts="x") == "p"
+def test_formatter_that_does_not_name_the_external_text_finds_it_as_the_items_prompt():
+    wrapped, = build_formatters(lambda item: f"{item['prompt']} ({item['_original_prompt']})", 1)
+    row = {"prompt": "first"}
+    assert wrapped(row, external_prompts="x") == "x (first)" and row == {"prompt": "first"}
 
 
 def test_partials_and_objects_are_formatters():

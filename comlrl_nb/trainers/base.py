@@ -26,12 +26,13 @@ from ..schedulers.device_scheduler import unwrap_model
 from ..packing import read_checkpoint, write_checkpoint
 from ..rollout import rollout
 from ..setup import Setup
+from ..sinks import make_sinks
 from ..streams import rewound_on_error
 from ..types import Node, Stats
 
 # %% auto #0
 __all__ = ['MAY_DIFFER', 'TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'Rows', 'loader',
-           'TrainerBase', 'check_same_run', 'check_fits', 'Resumable']
+           'TrainerBase', 'check_same_run', 'check_fits', 'require_writable', 'Resumable']
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ca72b8e4
 class TrainerAttributes:
@@ -108,6 +109,8 @@ class TrainerBase(TrainerAttributes):
         self.wandb_config = wandb_config
         described = {"algorithm": self.algorithm_name, "model_name": setup.model_name, **setup.args.as_dict()}
         self.sinks = [] if wandb_config is None else [WandbSink(wandb_config, described)]
+        named = [setup.args.report_to] if isinstance(setup.args.report_to, str) else list(setup.args.report_to or ())
+        self.boards = make_sinks(setup.args.history_file, [name for name in named if name != "wandb" or not self.sinks], self._folder, described)
         self.callbacks = None if callbacks is None else list(callbacks)
         self.verbose = all(sink.verbose for sink in self.sinks)
         self.keepers: list[Checkpoints] = []
@@ -117,7 +120,7 @@ class TrainerBase(TrainerAttributes):
     def watched(self) -> Iterator[None]:
         """Inside the block the callbacks hear what happens."""
         shown = self.callbacks if self.callbacks is not None else default_callbacks() if self.verbose else []
-        with watched(self.run, [*self.sinks, *shown, *self.keepers]):
+        with watched(self.run, [*self.sinks, *self.boards, *shown, *self.keepers]):
             yield
 
     @property
@@ -160,14 +163,14 @@ class TrainerBase(TrainerAttributes):
             folder = Path(output_dir) / f"agent_{index}"
             unwrap_model(actor.module).save_pretrained(folder)
             actor.tokenizer.save_pretrained(folder)
-        for sink in self.sinks:
+        for sink in (*self.sinks, *self.boards):
             sink.finish()
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ba7f406e
 MAY_DIFFER = {"num_train_epochs", "num_iterations", "logging_steps", "eval_interval", "eval_num_samples", "eval_batch_size", "parallel_training", "agent_devices",
               "critic_devices", "reference_devices", "comparator_devices", "reward_model_device", "output_dir", "policy_checkpoint_dir", "preference_replay_dir",
               "log_reward_distribution", "comparator_api_url", "comparator_api_timeout", "comparator_api_key", "comparator_api_key_env", "comparator_api_headers",
-              "comparator_api_max_concurrency", "comparator_api_total_timeout"}
+              "comparator_api_max_concurrency", "comparator_api_total_timeout", "history_file", "report_to"}
 
 
 def check_same_run(trainer: Any, about: Mapping[str, Any], name: str) -> None:
@@ -190,6 +193,16 @@ def check_fits(module: torch.nn.Module, saved: Mapping[str, torch.Tensor], name:
             raise ValueError(f"{name}: {key} has shape {tuple(saved[key].shape)} in the checkpoint and {tuple(value.shape)} here")
 
 # %% ../../nbs/60_trainers/01_base.ipynb #936dcc71
+def require_writable(folder: Path) -> None:
+    """Raise `ValueError` when nothing can be written into `folder`, which is made where it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"checkpoint_dir: nothing can be written into {folder} ({error}); give another folder") from error
+
+# %% ../../nbs/60_trainers/01_base.ipynb #2d85ea37
 class Resumable(TrainerBase):
     """A trainer whose run can be written down and taken up again; subclasses add what only they remember."""
 
@@ -256,6 +269,8 @@ class Resumable(TrainerBase):
         """Inside the block checkpoints are written where they are due; before it, the run of `resume` is taken up."""
         if folder is not None and not isinstance(folder, (str, os.PathLike)):
             raise ValueError(f"checkpoint_dir: None or a path is needed, got {folder!r}")
+        if folder is not None:
+            require_writable(Path(folder))
         schedule = Schedule(Path(folder or "."), interval, unit or default_unit, limit)
         if schedule.unit not in (*self.progress(), "minutes"):
             raise ValueError(f"checkpoint_unit: {schedule.unit!r} given, but {self.algorithm_name} counts only {', '.join(self.progress())} and minutes")

@@ -145,6 +145,9 @@ class MARLHFConfig(ValueHead, CriticTarget, SeparateCritic, CriticTraining, Crit
 
     def check(self) -> None:
         self.advantage_mode = ADVANTAGE_MODES.get(self.rl_algorithm, self.advantage_mode)
+        for name in ("dpo_reference", "score_last_token"):
+            if getattr(self, name):
+                raise invalid(self, name, "False (it belongs to MADPO's loss, which is not used here)")
         check_int(self, "num_generations", 2 if self.rl_algorithm in ADVANTAGE_MODES else 1)
         check_real(self, "critic_learning_rate", above=0, optional=True)
         check_real(self, "value_loss_coef", above=0)

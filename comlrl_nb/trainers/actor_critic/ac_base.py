@@ -25,7 +25,7 @@ from ...models.actor_critic import CausalLMWithValueHead, with_value_head
 from ...models.critics import CriticPlan, check_critics
 from ...models.modes import eval_mode
 from ...plan import Plan
-from ...reference_penalty import with_reference_kl
+from ...reference_penalty import kl_stats, with_reference_kl
 from ...rollout import rollout
 from ...setup import Inputs, Setup, prepare
 from ...streams import RandomStream, rewound_on_error
@@ -130,6 +130,8 @@ class ActorCriticTrainerBase(Resumable):
         """Go on from a team that is checked and loaded."""
         if metrics_callback is not None:
             setup = replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.callback_metrics)))
+        if setup.args.reference_kl_enabled:
+            setup = replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.divergence)))
         super().__init__(setup, callbacks, wandb_config)
         args = setup.args
         self.metrics_callback, self.source = metrics_callback, None
@@ -210,6 +212,11 @@ class ActorCriticTrainerBase(Resumable):
         self.source = None if state["source"] is None else FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
         if self.source is not None:
             self.source.load_state_dict(state["source"])
+
+    def divergence(self, nodes: Sequence[Node]) -> Stats:
+        """How far the policies are from their references on played items, and what that costs."""
+        played = [node for tree in with_reference_kl(self.team, self.reference_models, nodes) for node in tree.walk()]
+        return kl_stats(played, self.penalty)
 
     def callback_metrics(self, nodes: Sequence[Node]) -> Stats:
         """What the metrics callback says about played items, the mean over items."""
