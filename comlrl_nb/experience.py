@@ -132,7 +132,7 @@ def experience_stats(samples: Sequence[JointSample], coef: float = 0.0, with_kl:
 
 
 def reward_stats(group: Sequence[JointSample], coef: float, with_kl: bool) -> Stats:
-    """Unpenalised reward and undiscounted return, means over agents and samples; the KL and its price where there is one."""
+    """Unpenalised reward and undiscounted return (of penalised rewards), means over agents and samples; the KL and its price where there is one."""
     own = [one for sample in group for one in sample.experiences]
     mean = lambda name: sum(getattr(one, name) for one in own) / len(own)
     stats = Stats(reward_mean=mean("reward"), expected_return=mean("ret"))
