@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import uuid
 import warnings
@@ -269,12 +270,12 @@ class Resumable(TrainerBase):
         """Inside the block checkpoints are written where they are due; before it, the run of `resume` is taken up."""
         if folder is not None and not isinstance(folder, (str, os.PathLike)):
             raise ValueError(f"checkpoint_dir: None or a path is needed, got {folder!r}")
-        if folder is not None:
-            require_writable(Path(folder))
         schedule = Schedule(Path(folder or "."), interval, unit or default_unit, limit)
         if schedule.unit not in (*self.progress(), "minutes"):
             raise ValueError(f"checkpoint_unit: {schedule.unit!r} given, but {self.algorithm_name} counts only {', '.join(self.progress())} and minutes")
         found = resolve_resume(resume, folder)
+        if folder is not None:
+            require_writable(Path(folder))
         if found is not None:
             self.load_checkpoint(found)
         if folder is None:
