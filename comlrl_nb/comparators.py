@@ -129,19 +129,26 @@ class Past(LocalSource):
         super().__init__()
         self.team, self.places, self.devices = team, tuple(places), tuple(devices)
         self.k, self.folder, self.keep_all = k, Path(folder), keep_all
+        self.own: set[str] = set()
 
     def round_folder(self, iteration: int) -> Path:
         return self.folder / f"iteration_{iteration:04d}"
 
+    def require_free(self) -> None:
+        """Raise `FileExistsError` when the folder holds policies that this run has not put there."""
+        for path in sorted(self.folder.glob("iteration_*")):
+            if path.name not in self.own:
+                raise FileExistsError(f"{path}: it holds policies of another run, and nothing is overwritten; give another policy_checkpoint_dir, or move it away")
+
     def enter(self, iteration: int) -> None:
         """Keep the present weights as those that enter round `iteration`, and drop what no later round needs."""
-
         target = self.round_folder(iteration)
         target.mkdir(parents=True, exist_ok=True)
         for place, actor in enumerate(self.team.actors):
             buffer = io.BytesIO()
             torch.save({name: value.detach().cpu() for name, value in actor.model.state_dict().items()}, buffer)
             write_atomically(target / f"agent_{place}.pt", [buffer.getvalue()])
+        self.own.add(target.name)
         for old in range(1, iteration - self.k) if not self.keep_all else ():
             if self.round_folder(old).exists():
                 shutil.rmtree(self.round_folder(old))

@@ -224,7 +224,6 @@ def test_kept_policies_can_be_compared_with_later():
     assert wrote(again, [AutoModelForCausalLM.from_pretrained(f"kept/iteration_0002/agent_{i}") for i in range(2)]) and trainer
 
 
-@pytest.mark.xfail(strict=True, reason="a second run writes over the weights that the first one kept")
 def test_kept_policies_of_another_run_are_left_alone():
     trained(policy_checkpoint_dir="kept", num_iterations=1)
     with pytest.raises(FileExistsError, match="policy_checkpoint_dir"):

@@ -215,6 +215,8 @@ class Rounds:
     def train(self, trainer: TrainerBase, learn: Callable[[list[PreferencePair]], Any], oracle: Callable[[], tuple[Roles, Any]]) -> None:
         """All rounds that are left; `learn` gets each round's training set, `oracle()` says who scores and in which roles. An empty set is not learned from."""
         self.store.index.require_free()
+        if self.past is not None:
+            self.past.require_free()
         while self.iteration <= trainer.args.num_iterations:
             if self.batch is None:
                 self._draw(trainer, *oracle())
@@ -241,6 +243,7 @@ class Rounds:
         self.store.load_state_dict(state["store"], folder / "replay")
         for path in sorted(folder.glob("policies/iteration_*/agent_*.pt")) if self.past is not None else ():
             target = self.past.folder / path.parent.name / path.name
+            self.past.own.add(path.parent.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, [path.read_bytes()])
         self.iteration, self.total_pairs, self.batch = state["iteration"], state["total_pairs"], state["batch"]
@@ -266,13 +269,22 @@ class Rounds:
                 if trainer.args.log_reward_distribution:
                     write_distribution(self.folder / "reward_distributions", self.iteration, found, batch, resolve_reward_range(trainer.setup.reward.func))
             self.batch, self.found = batch, None
-            trainer.run.note("iter", round_stats(self, found))
+            trainer.run.note("iter", round_stats(self, found, trainer.args.log_reward_distribution))
 
 
-def round_stats(rounds: Rounds, found: Comparison) -> Stats:
-    """`iter/...` of a round: its number, pairs, what they were drawn from, and both sides' rewards."""
+def round_stats(rounds: Rounds, found: Comparison, distributions: bool = False) -> Stats:
+    """`iter/...` of a round: its number, pairs, what they were drawn from, and both sides' rewards; with `distributions` their counts and means too."""
     own = {"current_iteration": rounds.iteration, "current_preference_pairs": len(found.pairs), "total_preference_pairs": rounds.total_pairs,
            "train_preference_pairs": len(rounds.batch), **rounds.store.last.stats(), **found.stats}
+    if distributions:
+        kept = [pair for pair in rounds.batch if pair.target_raw_reward is not None]
+        sides = {"reward_distribution": (found.target, found.comparator), "selected_reward_distribution": ([pair.target_raw_reward for pair in kept], [pair.comparator_raw_reward for pair in kept])}
+        for name, (target, comparator) in sides.items():
+            own[f"{name}/current_iteration"] = rounds.iteration
+            for side, values in (("target", target), ("comparator", comparator)):
+                own[f"{name}/{side}_sample_count"] = len(values)
+                own.update({f"{name}/{side}_mean": sum(values) / len(values)} if values else {})
+        own["selected_reward_distribution/pair_count"] = len(kept)
     return Stats({**Stats({name: float(value) for name, value in own.items()}).prefixed("iter/"), "seconds/compare": found.seconds})
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #46edec5d
