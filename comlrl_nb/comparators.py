@@ -128,17 +128,18 @@ class Past(LocalSource):
     def __init__(self, team: Writers, places: Sequence[int], devices: Sequence[torch.device], k: int, folder: str | Path, keep_all: bool):
         super().__init__()
         self.team, self.places, self.devices = team, tuple(places), tuple(devices)
-        self.k, self.folder, self.keep_all = k, Path(folder), keep_all
-        self.own: set[str] = set()
+        self.k, self.folder, self.keep_all, self.run = k, Path(folder), keep_all, ""
 
     def round_folder(self, iteration: int) -> Path:
         return self.folder / f"iteration_{iteration:04d}"
 
-    def require_free(self) -> None:
-        """Raise `FileExistsError` when the folder holds policies that this run has not put there."""
+    def claim(self, run: str) -> None:
+        """Keep policies under the name `run` from now on. FileExistsError when the folder holds some of another run."""
         for path in sorted(self.folder.glob("iteration_*")):
-            if path.name not in self.own:
+            mark = path / "run"
+            if not mark.is_file() or mark.read_text(encoding="utf-8") != run:
                 raise FileExistsError(f"{path}: it holds policies of another run, and nothing is overwritten; give another policy_checkpoint_dir, or move it away")
+        self.run = run
 
     def enter(self, iteration: int) -> None:
         """Keep the present weights as those that enter round `iteration`, and drop what no later round needs."""
@@ -148,7 +149,7 @@ class Past(LocalSource):
             buffer = io.BytesIO()
             torch.save({name: value.detach().cpu() for name, value in actor.model.state_dict().items()}, buffer)
             write_atomically(target / f"agent_{place}.pt", [buffer.getvalue()])
-        self.own.add(target.name)
+        write_atomically(target / "run", [self.run.encode()])
         for old in range(1, iteration - self.k) if not self.keep_all else ():
             if self.round_folder(old).exists():
                 shutil.rmtree(self.round_folder(old))

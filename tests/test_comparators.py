@@ -203,7 +203,7 @@ def test_history_is_the_policy_that_entered_k_rounds_before(k, folder):
     for iteration in range(1, 6):
         assert same(seen[iteration - 1], entered[max(1, iteration - k) - 1])
         assert kept[iteration - 1] == list(range(1 if folder else max(1, iteration - k), iteration + 1))
-    assert sorted(path.name for path in (place / "iteration_0005").iterdir()) == ["agent_0.pt", "agent_1.pt"]
+    assert sorted(path.name for path in (place / "iteration_0005").iterdir()) == ["agent_0.pt", "agent_1.pt", "run"]
     assert same([torch.load(place / f"iteration_0005/agent_{i}.pt", weights_only=True) for i in range(2)], entered[4])
 
 

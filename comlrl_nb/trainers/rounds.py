@@ -216,7 +216,7 @@ class Rounds:
         """All rounds that are left; `learn` gets each round's training set, `oracle()` says who scores and in which roles. An empty set is not learned from."""
         self.store.index.require_free()
         if self.past is not None:
-            self.past.require_free()
+            self.past.claim(self.store.index.run)
         while self.iteration <= trainer.args.num_iterations:
             if self.batch is None:
                 self._draw(trainer, *oracle())
@@ -243,9 +243,9 @@ class Rounds:
         self.store.load_state_dict(state["store"], folder / "replay")
         for path in sorted(folder.glob("policies/iteration_*/agent_*.pt")) if self.past is not None else ():
             target = self.past.folder / path.parent.name / path.name
-            self.past.own.add(path.parent.name)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, [path.read_bytes()])
+            write_atomically(target.with_name("run"), [self.store.index.run.encode()])
         self.iteration, self.total_pairs, self.batch = state["iteration"], state["total_pairs"], state["batch"]
 
     def _draw(self, trainer: TrainerBase, roles: Roles, reward: Any) -> None:
