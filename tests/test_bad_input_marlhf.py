@@ -266,14 +266,6 @@ def test_no_pairs_to_fit():
         make().fit([])
 
 
-@pytest.mark.parametrize("given", [dict(resume_from_checkpoint="x"), dict(checkpoint_dir="x"), dict(checkpoint_interval=2), dict(checkpoint_total_limit=1)])
-def test_a_refused_argument_of_train_is_named(given):
-    try:
-        make().train(**given)
-    except ValueError as error:
-        assert next(iter(given)) in str(error)
-
-
 def test_items_given_by_hand_are_checked():
     trainer = make()
     trainer.fit([text_pair(("a", "b"), ("c", "d"), ("e", "f"))])

@@ -350,7 +350,7 @@ def test_an_environment_that_was_moved_is_made_anew(machine, tmp_path, home, mad
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_a_home_folder_that_cannot_be_written_is_replaced(tmp_path):
     (tmp_path / ".ready-dev").write_text(f"{ROOT}\n")
-    say = ["make", "-f", "-", "say"]
+    say = ["make", "--no-print-directory", "-f", "-", "say"]
     rule = f"include {ROOT}/Makefile\nsay:\n\t@echo $$HOME\n"
     for home in (tmp_path, tmp_path / "none"):
         done = subprocess.run(say, input=rule, cwd=tmp_path, env={**os.environ, "HOME": str(home)}, capture_output=True, text=True)
@@ -360,7 +360,7 @@ def test_a_home_folder_that_cannot_be_written_is_replaced(tmp_path):
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_an_environment_is_made_again_only_when_it_must(tmp_path):
     def plan():
-        return subprocess.run(["make", "-n", "check", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True).stdout
+        return subprocess.run(["make", "--no-print-directory", "-n", "check", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True).stdout
     stamp = tmp_path / ".ready-dev"
     assert "setup_env.sh dev" in plan()
     stamp.write_text(f"{ROOT}\n")
