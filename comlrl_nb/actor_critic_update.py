@@ -12,15 +12,18 @@ import torch
 
 from .agents import Agents
 from .critics import Critics
-from .experience import JointSample
+from .experience import Experience, JointSample
 from .losses import NonFiniteError, value_loss
-from .models.actor_critic import CausalLMWithValueHead, text_values
+from .models.actor_critic import CausalLMWithValueHead, head_values, text_values
+from .models.last_states import body_of
 from .policy_update import POLICY_TOKENS, AgentLoss, Credited, loss_stats, policy_backward
+from .scoring import CompletionTable
 from .step import gradient_step, guarded, norm_stats
 from .types import Stats
 
 # %% auto #0
-__all__ = ['ValueRule', 'text_pieces', 'value_backward', 'actor_critic_update', 'credited_samples']
+__all__ = ['ValueRule', 'text_pieces', 'value_loss_of', 'value_backward', 'ValuesBeside', 'actor_critic_update', 'mine_of',
+           'credited_samples']
 
 # %% ../nbs/50_training/03d_actor_critic_update.ipynb #a8d70538
 @dataclass(frozen=True)
@@ -46,23 +49,53 @@ def text_pieces(texts: Sequence[tuple[int, ...]], budget: int) -> list[list[int]
     return pieces
 
 
-def value_backward(critic: CausalLMWithValueHead, samples: Sequence[JointSample], agent: int, rule: ValueRule, pad_id: int, budget: int | None = None) -> float:
-    """Add the gradient of `rule.coef` times the value loss of `agent`'s experiences to the critic; returns the loss without the coefficient."""
-    mine = [sample.experiences[agent] for sample in samples]
-    device = next(critic.parameters()).device
-    total = 0.0
-    for piece in text_pieces([one.critic_ids for one in mine], budget or POLICY_TOKENS.get(device.type, 2**13)):
-        own = [mine[entry] for entry in piece]
-        values = text_values(critic, [one.critic_ids for one in own], pad_id)
-        targets, old = (torch.tensor([getattr(one, name) for one in own], dtype=torch.float64).to(values) for name in ("target", "value"))
-        broken = (~torch.isfinite((values.detach() - targets) ** 2)).nonzero().flatten().tolist()
-        if broken:
-            raise NonFiniteError(f"agent {agent}, turn {own[broken[0]].turn + 1}, sample {piece[broken[0]]} of the batch: its critic's value is {values[broken[0]].item()}, its target {targets[broken[0]].item()}; "
-                                 "this step was not taken. Look for a too large critic_learning_rate")
-        loss = value_loss(values, targets, old, rule.clip_range) * (len(own) / len(mine))
+def value_loss_of(values: torch.Tensor, mine: Sequence[Experience], places: Sequence[int], agent: int, rule: ValueRule) -> torch.Tensor:
+    """The share that the experiences `places` of `mine`, with the present `values [len(places)]`, have in `agent`'s value loss; without the coefficient."""
+    own = [mine[place] for place in places]
+    targets, old = (torch.tensor([getattr(one, name) for one in own], dtype=torch.float64).to(values) for name in ("target", "value"))
+    broken = (~torch.isfinite((values.detach() - targets) ** 2)).nonzero().flatten().tolist()
+    if broken:
+        raise NonFiniteError(f"agent {agent}, turn {own[broken[0]].turn + 1}, sample {places[broken[0]]} of the batch: its critic's value is {values[broken[0]].item()}, its target {targets[broken[0]].item()}; "
+                             "this step was not taken. Look for a too large critic_learning_rate")
+    return value_loss(values, targets, old, rule.clip_range) * (len(own) / len(mine))
+
+
+def value_backward(critic: CausalLMWithValueHead, mine: Sequence[Experience], agent: int, rule: ValueRule, pad_id: int, budget: int | None = None,
+                   places: Sequence[int] | None = None) -> float:
+    """Add the gradient of `rule.coef` times the value loss of `agent`'s experiences `mine` to the critic; returns the loss without the coefficient.
+
+    With `places` only the share of these.
+    """
+    places, device, total = range(len(mine)) if places is None else places, next(critic.parameters()).device, 0.0
+    for piece in text_pieces([mine[place].critic_ids for place in places], budget or POLICY_TOKENS.get(device.type, 2**13)):
+        own = [places[entry] for entry in piece]
+        loss = value_loss_of(text_values(critic, [mine[place].critic_ids for place in own], pad_id), mine, own, agent, rule)
         (rule.coef * loss).backward()
         total += loss.item()
     return total
+
+# %% ../nbs/50_training/03d_actor_critic_update.ipynb #0bde8c59
+class ValuesBeside:
+    """The value loss of those of an agent's experiences whose text is a prompt that its policy runs; `waiting` are the places of the others."""
+
+    def __init__(self, critic: CausalLMWithValueHead, mine: Sequence[Experience], agent: int, rule: ValueRule):
+        self.critic, self.mine, self.agent, self.rule = critic, mine, agent, rule
+        self.body, self.total = body_of(critic.model), 0.0
+        self.by_text: dict[tuple[int, ...], list[int]] = {}
+        for place, one in enumerate(mine):
+            self.by_text.setdefault(one.critic_ids, []).append(place)
+
+    @property
+    def waiting(self) -> list[int]:
+        return [place for places in self.by_text.values() for place in places]
+
+    def loss(self, part: CompletionTable, states: torch.Tensor) -> torch.Tensor:
+        """The loss of the prompts of a piece, `states [M, H]` being what follows the prompt of each completion."""
+        found = [(row, place) for row, owner in enumerate(part.owner) for place in self.by_text.pop(part.prompts[owner], ())]
+        values = head_values(self.critic, states[torch.tensor([row for row, _ in found], dtype=torch.long, device=states.device)])
+        loss = value_loss_of(values, self.mine, [place for _, place in found], self.agent, self.rule) if found else values.sum()
+        self.total += loss.item()
+        return self.rule.coef * loss
 
 # %% ../nbs/50_training/03d_actor_critic_update.ipynb #a32055c7
 def actor_critic_update(team: Agents, critics: Critics, samples: Sequence[JointSample], rule: ValueRule, *, skip_nonfinite: bool = False,
@@ -83,14 +116,17 @@ def _step_on(team: Agents, critics: Critics, samples: Sequence[JointSample], rul
     first = critics.models[:1] if shared else critics.models
     losses = [0.0] * count
 
-    def critic_pass(agent: int) -> None:
+    def critic_pass(agent: int, beside: ValuesBeside | None = None) -> None:
         index = critics.index(agent)
-        losses[agent] = value_backward(critics.models[index], samples, agent, rule, critics.pad_ids[index], budget)
+        rest = value_backward(critics.models[index], mine_of(samples, agent), agent, rule, critics.pad_ids[index], budget, beside and beside.waiting)
+        losses[agent] = rest + (beside.total if beside else 0.0)
 
     def agent_pass(agent: int) -> AgentLoss:
-        loss = policy_backward(team.actors[agent], agent, credited_samples(samples, agent), budget)
+        own_head = critics.models[critics.index(agent)] is team.modules[agent]
+        beside = ValuesBeside(team.modules[agent], mine_of(samples, agent), agent, rule) if own_head else None
+        loss = policy_backward(team.actors[agent], agent, credited_samples(samples, agent), budget, beside)
         if not shared:
-            critic_pass(agent)
+            critic_pass(agent, beside)
         return loss
 
     def backward() -> None:
@@ -115,6 +151,11 @@ def _step_on(team: Agents, critics: Critics, samples: Sequence[JointSample], rul
     stats = loss_stats(found)
     own = {f"agent_{agent}/critic_loss": loss for agent, loss in enumerate(losses)}
     return stats["loss"], Stats({**stats, "critic_loss": sum(losses) / count, **own, **norm_stats(norms), **(norm_stats(critic_norms, "critic_grad_norm") if critic_norms else {})})
+
+
+def mine_of(samples: Sequence[JointSample], agent: int) -> list[Experience]:
+    """What `agent` has from each of the joint samples."""
+    return [sample.experiences[agent] for sample in samples]
 
 
 def credited_samples(samples: Sequence[JointSample], agent: int) -> Credited:

@@ -16,14 +16,23 @@ from .streams import RandomStream
 from .writers import Actor, Writers
 
 # %% auto #0
-__all__ = ['PURPOSES', 'require_trainable', 'build_optimizers', 'Agents', 'stream_names']
+__all__ = ['FUSED_DEVICES', 'PURPOSES', 'require_trainable', 'adamw', 'build_optimizers', 'Agents', 'stream_names']
 
 # %% ../nbs/50_training/02_agents.ipynb #1295110e
+FUSED_DEVICES = ("cpu", "cuda")
+
+
 def require_trainable(models: Sequence[nn.Module], kind: str = "agents") -> None:
     """Raise when a model has no parameter that could be trained; `kind` is the argument they came from."""
     for index, model in enumerate(models):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"{kind}[{index}]: no parameter of {type(model).__name__} requires a gradient; call model.requires_grad_(True), or unfreeze some of them")
+
+
+def adamw(parameters: Sequence[nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+    """torch's AdamW with its defaults, all of a step in one kernel where the parameters' device has one."""
+    fused = all(parameter.device.type in FUSED_DEVICES and parameter.is_floating_point() for parameter in parameters)
+    return torch.optim.AdamW(parameters, lr=learning_rate, fused=fused or None)
 
 
 def build_optimizers(models: Sequence[nn.Module], learning_rate: float, kind: str = "agents") -> list[torch.optim.Optimizer]:
@@ -34,7 +43,7 @@ def build_optimizers(models: Sequence[nn.Module], learning_rate: float, kind: st
     for model in models:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         own = [parameter for parameter in trainable if parameter not in owner]
-        optimizer = torch.optim.AdamW(own, lr=learning_rate) if own else owner[trainable[0]]
+        optimizer = adamw(own, learning_rate) if own else owner[trainable[0]]
         owner.update(dict.fromkeys(own, optimizer))
         optimizers.append(optimizer)
     return optimizers

@@ -17,14 +17,15 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 from .logprobs import pad_left, prefill, select_rows
-from .models.modes import device_of, eval_mode
+from .models.modes import device_of, eval_mode, only_looking
 from .shared_prompt import SharedPromptLayer, can_share_prompt, sharing_prompt
 from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
 __all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'RoomyLayer', 'make_room', 'is_library_generate',
-           'room_for', 'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
+           'room_for', 'prompt_once_rows', 'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows',
+           'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -116,16 +117,24 @@ def room_for(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width:
         yield
 
 
+def prompt_once_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor | None:
+    """What `generate_rows` returns, with the prompts run once; None where the model's cache cannot be copied."""
+    before = prefill(model, ids[:, :-1], mask[:, :-1])
+    if before.cache is None:
+        return None
+    owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
+    with room_for(model, before.cache, owner, num, ids.shape[1], keywords["max_new_tokens"]):
+        return model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
+                              **{before.cache_name: before.cache}, **keywords).sequences
+
+
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:
     """Token ids `[B*num, P+T]` of `num` samples for each of the left-padded prompts `ids [B, P]`."""
     if is_library_generate(model) and ids.shape[1] > 1:
-        before = prefill(model, ids[:, :-1], mask[:, :-1])
-        owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
-        if before.cache is not None:
-            with room_for(model, before.cache, owner, num, ids.shape[1], keywords["max_new_tokens"]):
-                out = model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
-                                     **{before.cache_name: before.cache}, **keywords)
-            return out.sequences
+        with only_looking(model):
+            rows = prompt_once_rows(model, ids, mask, num, keywords)
+        if rows is not None:
+            return rows.clone()
     out = model.generate(input_ids=ids, attention_mask=mask.long(), num_return_sequences=num, **keywords)
     return out if isinstance(out, torch.Tensor) else out.sequences
 

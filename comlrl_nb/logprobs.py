@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -88,11 +89,13 @@ def position_ids(mask: Tensor) -> Tensor:
 class TokenLogprobs:
     """Log-probabilities `values [M, T]` of the tokens of M completions, and `mask [M, T]` (bool, True for real tokens).
 
-    `T` is the length of the longest completion, at least 1. Masked values are zero.
+    `T` is the length of the longest completion, at least 1. Masked values are zero. `prompt_states [M, H]` are the last hidden
+    states after the prompt of each, where they were asked for and prompts run by themselves, else None.
     """
 
     values: Tensor
     mask: Tensor
+    prompt_states: Tensor | None = None
 
     def sums(self, score_last_token: bool = True) -> Tensor:
         """Log-probability `[M]` of each completion; `score_last_token=False` leaves its last token out. Empty: 0."""
@@ -171,12 +174,14 @@ def _is_plain(layer: Any) -> bool:
 class Prefill:
     """A prompt forward: `logits [N, V]` after each prompt's last token, and the cache, or None where it cannot be selected.
 
-    `cache_name` is the keyword under which the model's forward takes the cache back.
+    `cache_name` is the keyword under which the model's forward takes the cache back; `states [N, H]` are the last hidden states
+    of the prompts' last tokens where they were asked for.
     """
 
     logits: Tensor
     cache: Any
     cache_name: str | None
+    states: Tensor | None = None
 
 
 def tolerates_left_padding(model: nn.Module) -> bool:
@@ -185,15 +190,22 @@ def tolerates_left_padding(model: nn.Module) -> bool:
     return "position_ids" in accepted_arguments(model) and attention not in (None, "eager")
 
 
-def prefill(model: nn.Module, ids: Tensor, mask: Tensor) -> Prefill:
-    """Run the left-padded prompts `ids [N, P]`, `mask [N, P]` once, with the cache on."""
+def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None = None) -> Prefill:
+    """Run the left-padded prompts `ids [N, P]`, `mask [N, P]` once, with the cache on.
+
+    `body` is the part of the model whose output begins with the last hidden states; given, they are kept.
+    """
     accepted = accepted_arguments(model)
     name = next((name for name in ("cache", "past_key_values") if {name, "use_cache"} <= accepted), None)
-    out = run_model(model, ids, mask, position_ids=position_ids(mask), use_cache=True, logits_to_keep=1)
+    seen: list[Tensor] = []
+    with ExitStack() as stack:
+        if body is not None:
+            stack.callback(body.register_forward_hook(lambda part, inputs, out: seen.append(out[0][:, -1])).remove)
+        out = run_model(model, ids, mask, position_ids=position_ids(mask), use_cache=True, logits_to_keep=1)
     cache = None if name is None else getattr(out, name, None)
     usable = (hasattr(cache, "layers") and all(map(_is_plain, cache.layers)) and cache.get_seq_length() == ids.shape[1]
               and (tolerates_left_padding(model) or bool(mask.all())))
-    return Prefill(out.logits[:, -1], cache if usable else None, name)
+    return Prefill(out.logits[:, -1], cache if usable else None, name, seen[-1] if seen else None)
 
 # %% ../nbs/10_math/00_logprobs.ipynb #556ded2b
 def _repeat(tensor: Tensor, owner: Sequence[int]) -> Tensor:
@@ -258,17 +270,19 @@ def _score_bucket(model: nn.Module, before: Prefill, prompt_mask: Tensor, owner:
     return torch.cat([first, gather_logprobs(out.logits, targets[:, 1:])], dim=1)
 
 # %% ../nbs/10_math/00_logprobs.ipynb #a84f067a
-def _score_shared(model: nn.Module, prompts: list[tuple[int, ...]], jobs: list[tuple[int, tuple[int, ...]]], pad_id: int) -> Tensor | None:
-    """Values `[J, T]` of the `jobs` (prompt index, completion); None if the model's cache cannot be shared."""
+def _score_shared(model: nn.Module, prompts: list[tuple[int, ...]], jobs: list[tuple[int, tuple[int, ...]]], pad_id: int,
+                  body: nn.Module | None) -> tuple[Tensor, list[Tensor]] | None:
+    """Values `[J, T]` of the `jobs` (prompt index, completion), and with `body` each prompt's state `[H]`; None if the model's cache cannot be shared."""
     device = next(model.parameters()).device
     budget = PADDING_BUDGET.get(device.type, 4096)
     width = max(1, max(len(ids) for _, ids in jobs))
-    parts, order = [], []
+    parts, order, states = [], [], {}
     for group in length_groups([len(ids) for ids in prompts], budget if tolerates_left_padding(model) else 0):
         ids, mask = pad_left([prompts[index] for index in group], pad_id, device)
-        before = prefill(model, ids, mask)
+        before = prefill(model, ids, mask, body)
         if before.cache is None:
             return None
+        states.update(zip(group, before.states if before.states is not None else ()))
         row = {index: place for place, index in enumerate(group)}
         mine = sorted((job for job, (index, _) in enumerate(jobs) if index in row), key=lambda job: row[jobs[job][0]])
         for bucket in length_groups([len(jobs[job][1]) for job in mine], budget):
@@ -276,24 +290,24 @@ def _score_shared(model: nn.Module, prompts: list[tuple[int, ...]], jobs: list[t
             values = _score_bucket(model, before, mask, [row[jobs[job][0]] for job in chosen], [jobs[job][1] for job in chosen], pad_id)
             parts.append(nn.functional.pad(values, (0, width - values.shape[1])))
             order += chosen
-    return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+    return torch.cat(parts)[torch.tensor(order, device=device).argsort()], [states[index] for index in sorted(states)]
 
 # %% ../nbs/10_math/00_logprobs.ipynb #9bef463f
 def completion_logprobs(model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]],
-                        owner: Sequence[int], pad_id: int = 0) -> TokenLogprobs:
+                        owner: Sequence[int], pad_id: int = 0, body: nn.Module | None = None) -> TokenLogprobs:
     """Log-probabilities of the tokens of M `completions`; completion j follows `prompts[owner[j]]`.
 
     Each distinct prompt and each distinct completion of it runs once. `pad_id` is any valid token id. Gradients flow to
     the model unless they are off. Models whose cache cannot be shared are scored on whole sequences, with the same values.
-    A `ValueError` names an empty prompt or a wrong `owner`.
+    `body`, the part of the model whose output begins with the last hidden states, asks for `prompt_states`. A `ValueError` names an empty prompt or a wrong `owner`.
     """
     _check(prompts, completions, owner)
     if len(completions) == 0:
         return completion_logprobs_naive(model, prompts, completions, owner, pad_id)
     unique, prompt_of = distinct([tuple(prompts[index]) for index in owner])
     jobs, job_of = distinct([(index, tuple(ids)) for index, ids in zip(prompt_of, completions)])
-    values = _score_shared(model, unique, jobs, pad_id)
-    if values is None:
-        values = completion_logprobs_naive(model, unique, [ids for _, ids in jobs], [index for index, _ in jobs], pad_id).values
+    values, states = _score_shared(model, unique, jobs, pad_id, body) or (
+        completion_logprobs_naive(model, unique, [ids for _, ids in jobs], [index for index, _ in jobs], pad_id).values, [])
     mask = _targets([tuple(ids) for ids in completions], pad_id, values.device)[1]
-    return TokenLogprobs(torch.where(mask, values[torch.tensor(job_of, device=values.device)], 0.0), mask)
+    prompt_states = torch.stack([states[index] for index in prompt_of]) if states else None
+    return TokenLogprobs(torch.where(mask, values[torch.tensor(job_of, device=values.device)], 0.0), mask, prompt_states)

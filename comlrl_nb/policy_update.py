@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from .agents import Actor, Agents
 from .logprobs import completion_logprobs
 from .losses import NonFiniteError, policy_gradient_loss
-from .scoring import split_table, table_of
+from .scoring import CompletionTable, split_table, table_of
 from .step import gradient_step, guarded, norm_stats
 from .types import Node, Stats
 
 # %% auto #0
-__all__ = ['POLICY_TOKENS', 'Credited', 'credited_of', 'AgentLoss', 'policy_backward', 'require_finite_logprobs', 'policy_update',
-           'loss_stats']
+__all__ = ['POLICY_TOKENS', 'Credited', 'credited_of', 'AgentLoss', 'Beside', 'policy_backward', 'require_finite_logprobs',
+           'policy_update', 'loss_stats']
 
 # %% ../nbs/50_training/03a_policy_update.ipynb #7d1a2eff
 @dataclass(frozen=True)
@@ -61,19 +63,32 @@ class AgentLoss:
         return -self.logprob / max(1, self.tokens)
 
 
-def policy_backward(actor: Actor, agent: int, batch: Credited, budget: int | None = None) -> AgentLoss:
-    """Add the gradient of the actor's loss on `batch` to its parameters, in pieces of `budget` tokens (None: `POLICY_TOKENS`)."""
+class Beside(Protocol):
+    """A further loss on the graph of a piece: of what stands in the states after its prompts, which `body` makes."""
+
+    body: nn.Module | None
+
+    def loss(self, part: CompletionTable, states: torch.Tensor) -> torch.Tensor: ...
+
+
+def policy_backward(actor: Actor, agent: int, batch: Credited, budget: int | None = None, beside: Beside | None = None) -> AgentLoss:
+    """Add the gradient of the actor's loss on `batch` to its parameters, in pieces of `budget` tokens (None: `POLICY_TOKENS`).
+
+    The gradient of what stands `beside` is added where the model's prompts run by themselves.
+    """
     found, (table, rows) = AgentLoss(), table_of(batch.entries)
     budget = budget or POLICY_TOKENS.get(actor.device.type, 2**13)
     for part, held in split_table(table, budget) if rows else ():
-        sums = completion_logprobs(actor.model, part.prompts, part.completions, part.owner, pad_id=actor.pad_id).sums()
+        scored = completion_logprobs(actor.model, part.prompts, part.completions, part.owner, pad_id=actor.pad_id, body=beside and beside.body)
+        sums = scored.sums()
         place = {m: position for position, m in enumerate(held)}
         own = [r for r, m in enumerate(rows) if m in place]
         logprobs = sums[torch.tensor([place[rows[r]] for r in own], device=sums.device)]
         require_finite_logprobs(logprobs, agent, [batch.labels[r] for r in own])
         advantages = torch.tensor([batch.advantages[r] for r in own], dtype=torch.float64).to(logprobs)
         loss = policy_gradient_loss(logprobs, advantages) * (len(own) / batch.total)
-        loss.backward()
+        more = 0.0 if beside is None or scored.prompt_states is None else beside.loss(part, scored.prompt_states)
+        (loss + more).backward()
         found.loss += loss.item()
         found.tokens += sum(map(len, part.completions))
         found.logprob += sums.detach().sum().item()

@@ -42,20 +42,36 @@ GRAPH_TOKENS = 2**15
 
 
 def split_table(table: CompletionTable, budget: int) -> list[tuple[CompletionTable, list[int]]]:
-    """Pieces of a table within `budget` tokens where one completion allows it, each with the completions it holds."""
+    """Pieces of a table within about `budget` tokens, each with the completions it holds; a table that fits is one piece, as it is.
+
+    A piece is larger only where a single completion needs it, or where a prompt longer than half the budget would have to run again
+    for completions that are shorter than itself: at most twice that prompt and one completion.
+    """
     if table.tokens <= budget:
         return [(table, list(range(len(table.completions))))]
     pieces: list[list[int]] = []
-    prompts, longest, last = 0, 0, None
-    for m in sorted(range(len(table.completions)), key=table.owner.__getitem__):
-        own = 0 if table.owner[m] == last else len(table.prompts[table.owner[m]])
-        longest, last = max(longest, len(table.completions[m])), table.owner[m]
-        if not pieces or prompts + own + longest * (len(pieces[-1]) + 1) > budget:
+    prompts, longest = 0, 0
+    for chunk in _chunks(table, budget):
+        own, width = len(table.prompts[table.owner[chunk[0]]]), max(len(table.completions[m]) for m in chunk)
+        if not pieces or prompts + own + max(longest, width) * (len(pieces[-1]) + len(chunk)) > budget:
             pieces.append([])
-            prompts, own, longest = 0, len(table.prompts[last]), len(table.completions[m])
-        pieces[-1].append(m)
-        prompts += own
+            prompts, longest = 0, 0
+        pieces[-1] += chunk
+        prompts, longest = prompts + own, max(longest, width)
     return [(_part(table, held), held) for held in pieces]
+
+
+def _chunks(table: CompletionTable, budget: int) -> list[list[int]]:
+    """The completions of each prompt, cut where they need more tokens than the prompt and more than the budget leaves beside it."""
+    own: dict[int, list[int]] = {}
+    for m, owner in enumerate(table.owner):
+        own.setdefault(owner, []).append(m)
+    chunks: list[list[int]] = []
+    for owner, held in own.items():
+        prompt, width = len(table.prompts[owner]), max(len(table.completions[m]) for m in held)
+        size = max(1, max(budget - prompt, prompt) // max(1, width))
+        chunks += [held[start:start + size] for start in range(0, len(held), size)]
+    return chunks
 
 
 def _part(table: CompletionTable, held: Sequence[int]) -> CompletionTable:

@@ -845,7 +845,6 @@ def test_ctrl_c_between_playing_and_keeping(name, root, monkeypatch, tmp_path):
     assert differs(expected, finished(trainer)) == ""
 
 
-@pytest.mark.xfail(strict=True, reason="a comparison that waits to be drawn from is not in the state of the rounds")
 @pytest.mark.parametrize("place", ["store", "select"])
 def test_ctrl_c_between_comparing_and_drawing(place, root, monkeypatch, tmp_path):
     expected = reference("MADPOIter", root)[0]

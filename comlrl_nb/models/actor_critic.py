@@ -21,7 +21,7 @@ from .loading import load_model
 
 # %% auto #0
 __all__ = ['HEAD_FILE', 'ValueHead', 'ActorCriticOutput', 'CausalLMWithValueHead', 'saved_hidden_dim', 'with_value_head',
-           'text_values']
+           'head_values', 'text_values']
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #e65ea49b
 class ValueHead(nn.Module):
@@ -129,6 +129,12 @@ def with_value_head(model: nn.Module, name: str | None = None, hidden_dim: int |
     return CausalLMWithValueHead.from_pretrained(name, hidden_dim, language_model=model)
 
 # %% ../../nbs/20_models/05_actor_critic.ipynb #8f41115d
+def head_values(critic: CausalLMWithValueHead, states: Tensor) -> Tensor:
+    """What the head reads off last hidden states `[M, H]`: values `[M]`, float32, or float64 for float64 models."""
+    values = critic.value_head(states)[:, 0]
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def text_values(critic: CausalLMWithValueHead, texts: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     """The value `[M]` after the last token of each of M token sequences; float32, or float64 for float64 models. Gradients flow.
 
@@ -136,5 +142,4 @@ def text_values(critic: CausalLMWithValueHead, texts: Sequence[Sequence[int]], p
     """
     if critic.value_head is None:
         raise ValueError(f"{type(critic.model).__name__} has no value head: wrap it with attach_value_head=True")
-    values = critic.value_head(last_states(critic.model, texts, pad_id))[:, 0]
-    return values if values.dtype == torch.float64 else values.float()
+    return head_values(critic, last_states(critic.model, texts, pad_id))

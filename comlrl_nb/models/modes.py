@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 # %% auto #0
-__all__ = ['eval_mode', 'without_gradients', 'device_of', 'freeze']
+__all__ = ['eval_mode', 'without_gradients', 'device_of', 'freeze', 'is_plain_library_model', 'only_looking']
 
 # %% ../../nbs/20_models/03_modes.ipynb #c89941a0
 @contextmanager
@@ -51,3 +51,25 @@ def device_of(model: nn.Module) -> torch.device:
 def freeze(model: nn.Module) -> nn.Module:
     """Evaluation mode and no gradients, for references and judges; returns the model."""
     return model.eval().requires_grad_(False)
+
+# %% ../../nbs/20_models/03_modes.ipynb #8543e5a9
+def is_plain_library_model(model: nn.Module) -> bool:
+    """True when every part of the model is torch's or transformers' own, and none has a hook or a `forward` of its own."""
+    own = ("torch.", "transformers.")
+    return all(type(part).__module__.startswith(own) and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)) for part in model.modules())
+
+
+@contextmanager
+def only_looking(model: nn.Module) -> Iterator[None]:
+    """No gradients inside the block; for a plain library model torch's inference mode, and nothing of it stays in the model."""
+    if not is_plain_library_model(model):
+        with torch.no_grad():
+            yield
+        return
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for part in model.modules():
+            for kept in (vars(part), part._buffers):
+                kept.update({name: value.clone() for name, value in kept.items() if isinstance(value, torch.Tensor) and value.is_inference()})

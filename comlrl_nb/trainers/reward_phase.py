@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
+from ..agents import adamw
 from ..loop import Run, ShuffledEpochs, interrupt_afterwards
 from ..reward_fit import duel_stats, duels_of, reward_update
 from ..reward_source import RewardSource
@@ -80,7 +79,7 @@ class RewardPhase:
         with stream.on("cpu"):
             model, reader, pad_id = self.source.fresh(self.setup, args.reward_max_length, args.reward_freeze_backbone)
         self.fitting, self.seen = LearnedReward(model, reader, pad_id), []
-        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.reward_learning_rate)
+        self.optimizer = adamw([p for p in model.parameters() if p.requires_grad], args.reward_learning_rate)
         learn, held = split_by_prompts(pairs, args.reward_holdout, stream.python)
         duels, self.identical = duels_of(learn, reader)
         if not duels:
@@ -107,7 +106,7 @@ class RewardPhase:
             model, reader, pad_id = self._fresh()
             model.load_state_dict(fit["model"])
             self.fitting = LearnedReward(model, reader, pad_id)
-            self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.reward_learning_rate)
+            self.optimizer = adamw([p for p in model.parameters() if p.requires_grad], args.reward_learning_rate)
             self.optimizer.load_state_dict(fit["optimizer"])
             self.held, self.left_out, self.identical, self.seen, self.stats = fit["held"], fit["left_out"], fit["identical"], list(fit["seen"]), fit["stats"]
             self.batches = ShuffledEpochs(fit["duels"], args.reward_train_batch_size, args.reward_num_train_epochs, stream)

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -228,8 +228,9 @@ class Rounds:
                 trainer.run.events.on_safe_point()
 
     def state_dict(self) -> dict[str, Any]:
-        """Round, training set, and the replay's index; the files are `files()`."""
-        return {"iteration": self.iteration, "total_pairs": self.total_pairs, "batch": self.batch, "store": self.store.state_dict()}
+        """Round, training set or what it is to be drawn from, and the replay's index; the files are `files()`."""
+        found = None if self.found is None else {entry.name: getattr(self.found, entry.name) for entry in fields(self.found)}
+        return {"iteration": self.iteration, "total_pairs": self.total_pairs, "batch": self.batch, "found": found, "store": self.store.state_dict()}
 
     def files(self) -> dict[str, Path]:
         """Round files, and past weights that may still be needed: name in a checkpoint → where it is."""
@@ -247,6 +248,7 @@ class Rounds:
             write_atomically(target, [path.read_bytes()])
             write_atomically(target.with_name("run"), [self.store.index.run.encode()])
         self.iteration, self.total_pairs, self.batch = state["iteration"], state["total_pairs"], state["batch"]
+        self.found = None if state["found"] is None else Comparison(**state["found"])
 
     def _draw(self, trainer: TrainerBase, roles: Roles, reward: Any) -> None:
         if self.found is None:
