@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'PADDING_BUDGET', 'gather_logprobs', 'pad_left', 'pad_right', 'position_ids', 'TokenLogprobs',
-           'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill', 'tolerates_left_padding',
-           'prefill', 'select_rows', 'distinct', 'length_groups', 'completion_logprobs']
+__all__ = ['CHUNK_ELEMENTS', 'Ids', 'PADDING_BUDGET', 'SAVED_TOKENS', 'gather_logprobs', 'pad_left', 'pad_after', 'pad_right',
+           'position_ids', 'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill',
+           'tolerates_left_padding', 'prefill', 'select_rows', 'distinct', 'length_groups', 'least_saved',
+           'common_length', 'families', 'prompt_groups', 'completion_logprobs']
 
 # %% ../nbs/10_math/00_logprobs.ipynb #5dd0deee
 CHUNK_ELEMENTS = 1 << 20
@@ -60,6 +61,9 @@ def gather_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     return _GatherLogprobs.apply(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, 1)).view(ids.shape)
 
 # %% ../nbs/10_math/00_logprobs.ipynb #aa2c2ccd
+Ids = tuple[int, ...]
+
+
 def _pad(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None, left: bool) -> tuple[Tensor, Tensor]:
     width = max(map(len, sequences), default=0)
     fill = [[pad_id] * (width - len(sequence)) for sequence in sequences]
@@ -73,6 +77,13 @@ def _pad(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device |
 def pad_left(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
     """Ids `[N, L]` ending in the last column, and their mask `[N, L]` (bool, True where a token is real)."""
     return _pad(sequences, pad_id, device, left=True)
+
+
+def pad_after(start: int, sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """Like `pad_left`, with the padding behind the first `start` ids, which all sequences have in common."""
+    ids, mask = pad_left([sequence[start:] for sequence in sequences], pad_id, device)
+    head = torch.tensor([list(sequences[0][:start])], dtype=torch.long, device=device).expand(len(sequences), -1)
+    return torch.cat([head, ids], 1), torch.cat([torch.ones_like(head, dtype=torch.bool), mask], 1)
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
@@ -184,16 +195,24 @@ class Prefill:
     states: Tensor | None = None
 
 
+def _begin(model: nn.Module, ids: Tensor, mask: Tensor, start: int, name: str) -> dict[str, Any]:
+    """The cache of the first `start` columns, run once and repeated for every row, under its keyword; empty where it cannot be repeated."""
+    cache = getattr(run_model(model, ids[:1, :start], mask[:1, :start], use_cache=True, logits_to_keep=1), name, None)
+    usable = hasattr(cache, "layers") and cache.get_seq_length() == start and select_rows(cache, [0] * len(ids))
+    return {name: cache} if usable else {}
+
+
 def tolerates_left_padding(model: nn.Module) -> bool:
     """True when positions can be given and rows that are masked throughout stay finite (eager attention in float64 gives NaN)."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return "position_ids" in accepted_arguments(model) and attention not in (None, "eager")
 
 
-def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None = None) -> Prefill:
+def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None = None, start: int = 0) -> Prefill:
     """Run the left-padded prompts `ids [N, P]`, `mask [N, P]` once, with the cache on.
 
-    `body` is the part of the model whose output begins with the last hidden states; given, they are kept.
+    The first `start` columns, the same in all rows and without padding, run for one row only. `body` is the part of the model whose
+    output begins with the last hidden states; given, they are kept.
     """
     accepted = accepted_arguments(model)
     name = next((name for name in ("cache", "past_key_values") if {name, "use_cache"} <= accepted), None)
@@ -201,7 +220,9 @@ def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None 
     with ExitStack() as stack:
         if body is not None:
             stack.callback(body.register_forward_hook(lambda part, inputs, out: seen.append(out[0][:, -1])).remove)
-        out = run_model(model, ids, mask, position_ids=position_ids(mask), use_cache=True, logits_to_keep=1)
+        begun = _begin(model, ids, mask, start, name) if start and name is not None else {}
+        done = start if begun else 0
+        out = run_model(model, ids[:, done:], mask, position_ids=position_ids(mask)[:, done:], use_cache=True, logits_to_keep=1, **begun)
     cache = None if name is None else getattr(out, name, None)
     usable = (hasattr(cache, "layers") and all(map(_is_plain, cache.layers)) and cache.get_seq_length() == ids.shape[1]
               and (tolerates_left_padding(model) or bool(mask.all())))
@@ -250,6 +271,45 @@ def length_groups(lengths: Sequence[int], budget: int) -> list[list[int]]:
         groups[-1].append(index)
     return groups
 
+# %% ../nbs/10_math/00_logprobs.ipynb #8c6a3f59
+SAVED_TOKENS = {"cpu": 128}  # what a further forward costs, in tokens; other devices: 2048
+
+
+def least_saved(device: torch.device) -> int:
+    """How many tokens a common beginning must save on `device`."""
+    return SAVED_TOKENS.get(device.type, 2048)
+
+
+def common_length(first: Ids, second: Ids) -> int:
+    """How many tokens two sequences begin with in common."""
+    size = min(len(first), len(second))
+    return next((index for index in range(size) if first[index] != second[index]), size)
+
+
+def families(texts: Sequence[Ids], least: int) -> list[tuple[int, list[int]]]:
+    """(length of the common beginning, indices) for distinct `texts`; the beginning leaves every text a token, and is 0 for a text alone.
+
+    Every family saves at least `least` tokens.
+    """
+    found: list[tuple[int, list[int]]] = []
+    for index in sorted(range(len(texts)), key=texts.__getitem__):
+        length, members = found[-1] if found else (0, [])
+        shared = min(length, common_length(texts[members[-1]], texts[index]), len(texts[index]) - 1) if members else 0
+        if shared and len(members) * shared >= (len(members) - 1) * length:
+            found[-1] = (shared, [*members, index])
+        else:
+            found.append((len(texts[index]) - 1, [index]))
+    whole = [len(own) > 1 and (len(own) - 1) * shared >= least and 4 * shared >= max(len(texts[index]) for index in own) for shared, own in found]
+    return [each for (shared, own), keep in zip(found, whole) for each in ([(shared, own)] if keep else [(0, [index]) for index in own])]
+
+
+def prompt_groups(prompts: Sequence[Ids], padding: int, least: int) -> list[tuple[int, list[int]]]:
+    """(common beginning to run once, indices) of prompts that run together: families, and by length with at most `padding` tokens of padding."""
+    kin = [(start, own) for start, own in families(prompts, least) if start]
+    alone = sorted(set(range(len(prompts))) - {index for _, own in kin for index in own})
+    groups = [(start, [own[place] for place in group]) for start, own in (*kin, (0, alone)) for group in length_groups([len(prompts[index]) for index in own], padding)]
+    return [(start if (len(group) - 1) * start >= least else 0, group) for start, group in groups]
+
 # %% ../nbs/10_math/00_logprobs.ipynb #a6cf4516
 def _score_bucket(model: nn.Module, before: Prefill, prompt_mask: Tensor, owner: list[int], completions: list[tuple[int, ...]],
                   pad_id: int) -> Tensor:
@@ -277,9 +337,10 @@ def _score_shared(model: nn.Module, prompts: list[tuple[int, ...]], jobs: list[t
     budget = PADDING_BUDGET.get(device.type, 4096)
     width = max(1, max(len(ids) for _, ids in jobs))
     parts, order, states = [], [], {}
-    for group in length_groups([len(ids) for ids in prompts], budget if tolerates_left_padding(model) else 0):
-        ids, mask = pad_left([prompts[index] for index in group], pad_id, device)
-        before = prefill(model, ids, mask, body)
+    tolerant = tolerates_left_padding(model)
+    for start, group in prompt_groups(prompts, budget, least_saved(device)) if tolerant else [(0, own) for own in length_groups([len(ids) for ids in prompts], 0)]:
+        ids, mask = pad_after(start, [prompts[index] for index in group], pad_id, device)
+        before = prefill(model, ids, mask, body, start)
         if before.cache is None:
             return None
         states.update(zip(group, before.states if before.states is not None else ()))

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from comlrl_nb.logprobs import (
-    PADDING_BUDGET, Prefill, accepted_arguments, distinct, length_groups, pad_left, pad_right, position_ids, prefill, run_model, select_rows, tolerates_left_padding,
+    PADDING_BUDGET, Ids, Prefill, accepted_arguments, distinct, families, least_saved, length_groups, pad_left, pad_right, position_ids, prefill, run_model, select_rows,
+    tolerates_left_padding,
 )
 
 # %% auto #0
-__all__ = ['Ids', 'hidden_size_of', 'body_of', 'final_states', 'common_length', 'families', 'last_states']
+__all__ = ['hidden_size_of', 'body_of', 'final_states', 'last_states']
 
 # %% ../../nbs/20_models/04a_last_states.ipynb #1b775076
 def hidden_size_of(model: nn.Module) -> int:
@@ -42,29 +43,6 @@ def final_states(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         return run_model(body, ids, mask, position_ids=position_ids(mask), use_cache=False).last_hidden_state
     positions = {"position_ids": position_ids(mask)} if "position_ids" in accepted_arguments(model) else {}
     return model(input_ids=ids, attention_mask=mask.long(), use_cache=False, output_hidden_states=True, **positions).hidden_states[-1]
-
-# %% ../../nbs/20_models/04a_last_states.ipynb #3c8d53df
-Ids = tuple[int, ...]
-
-
-def common_length(first: Ids, second: Ids) -> int:
-    """How many tokens two sequences begin with in common."""
-    size = min(len(first), len(second))
-    return next((index for index in range(size) if first[index] != second[index]), size)
-
-
-def families(texts: Sequence[Ids], least: int = 16) -> list[tuple[int, list[int]]]:
-    """(length of the common beginning, indices) for distinct `texts`; the beginning leaves every text a token, and is 0 for a text alone."""
-    found: list[tuple[int, list[int]]] = []
-    for index in sorted(range(len(texts)), key=texts.__getitem__):
-        if found:
-            length, members = found[-1]
-            shared = min(length, common_length(texts[members[-1]], texts[index]), len(texts[index]) - 1)
-            if shared >= least and 2 * shared >= length:
-                found[-1] = (shared, [*members, index])
-                continue
-        found.append((len(texts[index]) - 1, [index]))
-    return [(length if len(members) > 1 else 0, members) for length, members in found]
 
 # %% ../../nbs/20_models/04a_last_states.ipynb #53ffa556
 def _end_states(body: nn.Module, before: Prefill, mask: Tensor, rows: list[int], ends: list[Ids], pad_id: int) -> Tensor:
@@ -124,7 +102,7 @@ def last_states(model: nn.Module, texts: Sequence[Sequence[int]], pad_id: int = 
     device = next(model.parameters()).device
     if not unique:
         return torch.zeros(0, hidden_size_of(model), device=device, dtype=next(model.parameters()).dtype)
-    found = families(unique) if body_of(model) is not None else [(0, [index]) for index in range(len(unique))]
+    found = families(unique, least_saved(device)) if body_of(model) is not None else [(0, [index]) for index in range(len(unique))]
     kin, alone = [(length, members) for length, members in found if length], [members[0] for length, members in found if not length]
     ends = [(start, unique[index][length:]) for start, (length, members) in enumerate(kin) for index in members]
     shared = _family_states(model, [unique[members[0]][:length] for length, members in kin], ends, pad_id) if kin else None
