@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from comlrl_nb.callbacks import Callback
 from comlrl_nb.evaluation import Evaluation
-from comlrl_nb.preferences import from_record
+from comlrl_nb.preferences import from_record, to_record
 from comlrl_nb.toy import micro_model
 from comlrl_nb.trainers.rounds import Side, compared
 from comlrl_nb.types import Completion, Generation, JointResponse, Node, Prompt
 from comlrl_nb.utils.reward_utils import set_reward_range
 from iterative_runs import (ROUND_KEYS, TOKENIZER, Halves, asked, assert_same_run, entering_weights, files, in_ids, iter_rows, judge, letters, make, rows, same, stored, team,
-                            trained, unclocked, weights)
+                            trained, unclocked, weights, writers_weights)
 
 BOTH = pytest.mark.parametrize("kind", ["MADPO", "MARLHF"])
 
@@ -706,9 +706,72 @@ def test_a_run_that_is_done_stays_done():
 
 # the surface
 
-@pytest.mark.xfail(strict=True, reason="collect() pairs the agents' own candidates, as the base trainers do; in rounds both sides of a pair are told apart")
-def test_collecting_by_hand_compares_with_the_comparator():
-    assert all(pair.raw_rewards is not None for pair in make().collect())
+@BOTH
+def test_collecting_by_hand_compares_as_the_round_would(kind):
+    by_hand, in_a_round = make(kind, num_iterations=1), trained(kind, num_iterations=1)
+    pairs = by_hand.collect()
+    assert [to_record(pair) for pair in pairs] == stored(in_a_round)[0]["pairs"]
+    assert all({pair.target_raw_reward, pair.comparator_raw_reward} == set(pair.raw_rewards) for pair in pairs)
+    row, = by_hand.history
+    assert row["kind"] == "collect" and row["pairs"] == len(pairs) and row["win_rate"] == iter_rows(in_a_round)[0]["win_rate"]
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["current", "history"])
+def test_collecting_by_hand_stores_and_learns_nothing(kind, policy):
+    trainer = make(kind, comparator_policy=policy)
+    before = weights(trainer)
+    assert trainer.collect(rows()[:2]) and trainer.collect(iter(rows()[:1])) is not None and trainer.collect([]) == []
+    assert same(weights(trainer), before) and not trainer.rounds.store.index.folder.exists()
+    assert (trainer.rounds.iteration, trainer.rounds.batch, trainer.rounds.found, trainer.rounds.total_pairs) == (1, None, None, 0)
+    trainer.train()
+    assert len(stored(trainer)) == 2 and trainer.collect(rows()[:1]) is not None and len(stored(trainer)) == 2
+    assert [row["kind"] for row in trainer.history].count("collect") == 3
+
+
+def test_by_hand_history_is_the_policy_that_was_there_first():
+    trainer = make(comparator_policy="history", agent_learning_rate=0.1)
+    first, seen = weights(trainer), writers_weights(trainer)
+    trainer.train_on(trainer.collect())
+    trainer.collect()
+    assert len(seen) == 2 and same(seen[0], first) and same(seen[1], first) and not same(weights(trainer), first)
+
+
+def test_a_step_learns_from_comparisons_with_the_comparator():
+    trainer = make(comparator_policy="model", comparator_agents=[micro_model(43, "gpt2", n_layer=1)] * 2)
+    before, seen = weights(trainer), writers_weights(trainer)
+    assert trainer.step(rows()[:2])["loss"] > 0 and len(seen) == 1
+    assert not same(weights(trainer), before) and trainer.rounds.iteration == 1 and not trainer.rounds.store.index.folder.exists()
+
+
+def test_collecting_by_hand_asks_whoever_scores_the_rounds():
+    trainer = trained("MARLHF", num_iterations=1, preference_scoring_reward="reward_model")
+    asked_for, real = [], trainer.phase.learned.score
+    trainer.phase.learned.score = lambda *given: asked_for.append(1) or real(*given)
+    trainer.collect(rows()[:1])
+    assert asked_for
+
+
+def test_stopped_while_collecting_by_hand_the_streams_are_as_before():
+    trainer, whole = make(), make()
+    real = trainer.setup.reward.score
+    trainer.setup.reward.score = lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.collect()
+    trainer.setup.reward.score = real
+    assert [to_record(pair) for pair in trainer.collect()] == [to_record(pair) for pair in whole.collect()]
+
+
+@pytest.mark.parametrize("items, says", [([3], r"items\[0\]"), ([rows()[0], None], r"items\[1\]")])
+def test_items_that_are_no_rows_are_named(items, says):
+    with pytest.raises(ValueError, match=says):
+        make().collect(items)
+
+
+def test_policies_of_another_run_are_not_compared_with():
+    make(comparator_policy="history", policy_checkpoint_dir="kept").collect(rows()[:1])
+    with pytest.raises(FileExistsError, match="another run"):
+        make(comparator_policy="history", policy_checkpoint_dir="kept").collect(rows()[:1])
 
 
 @BOTH

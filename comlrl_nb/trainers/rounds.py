@@ -5,8 +5,6 @@
 # %% ../../nbs/60_trainers/04_rounds.ipynb #964b0601
 from __future__ import annotations
 
-import copy
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
+from ..both_sides import Side, compared
+from ..comparator_models import check_given, fixed_models
 from ..comparators import CentralComparator, Current, CurrentCopy, Fixed, JointAnswers, Past, Remote, RoleComparator
+from ..distributions import NUM_BINS, distribution_stats, series, write_distribution
+from ..items import as_row
 from ..loop import interrupt_afterwards
-from ..models.loading import check_name, check_room, load_model, read_model_config
-from ..models.modes import freeze
-from ..pairs import comparator_pairs, select_pairs
 from ..remote import RemoteModel
 from ..replay import ReplayStore
 from ..rollout import Roles, node_stats, rollout
@@ -33,44 +31,12 @@ from ..streams import RandomStream, rewound_on_error
 from .base import TrainerBase
 from .collecting import ROWS_PER_CALL, batches_of
 from .preference.centralized import checked_adapter
-from ..types import Completion, Node, PreferencePair, Stats
+from ..types import Node, PreferencePair, Stats
 from ..utils.reward_utils import resolve_reward_range
-from ..utils.tokenizer_utils import ensure_pad_token, eos_ids, load_tokenizer
-from ..writers import Actor, Writers
 
 # %% auto #0
-__all__ = ['NUM_BINS', 'Side', 'compared', 'Comparison', 'judge_answers', 'compare', 'check_rounds', 'build_comparator',
-           'fixed_models', 'given_models', 'comparator_streams', 'rewound_while', 'Rounds', 'round_stats', 'series',
-           'write_distribution']
-
-# %% ../../nbs/60_trainers/04_rounds.ipynb #2a48bf24
-@dataclass(frozen=True)
-class Side:
-    """One side of a comparison: completions per candidate index, None where there is none, with their processed and raw scores."""
-
-    completions: list[tuple[Completion, ...] | None]
-    rewards: dict[int, float]
-    raw: dict[int, float]
-
-
-def compared(node: Node, comparator: Side, mode: str, limit: int | None, rng: Any) -> tuple[list[PreferencePair], Stats]:
-    """The selected pairs of an item between its current joint responses and the comparator's, and what was left out."""
-    both = [k for k in range(min(len(node.joints), len(comparator.completions))) if k in comparator.rewards]
-    ours, theirs = [node.joints[k].reward for k in both], [comparator.rewards[k] for k in both]
-    decided = comparator_pairs(ours, theirs)
-    side = lambda index: node.joints[both[index]].completions if index < len(both) else comparator.completions[both[index - len(both)]]
-    tokens = lambda index: [completion.token_ids for completion in side(index)]
-    distinct = [(w, l) for w, l in decided if tokens(w) != tokens(l)]
-    raw = [*(node.joints[k].raw_reward for k in both), *(comparator.raw[k] for k in both)]
-    scores = [*ours, *theirs]
-    everything = [*(joint.reward for joint in node.joints), *comparator.rewards.values()]
-    pairs = []
-    for w, l in select_pairs(distinct, scores, mode, limit, rng):
-        k = min(w, l)
-        pairs.append(PreferencePair(node.prompts, side(w), side(l), scores[w], scores[l], sum(everything) / len(everything), (raw[w], raw[l]), raw[k], raw[len(both) + k]))
-    wins = sum(w < l for w, l in decided)
-    stats = Stats(pairs=len(pairs), tied_pairs=len(both) - len(decided), identical_pairs=len(decided) - len(distinct))
-    return pairs, Stats({**stats, "win_rate": wins / len(decided)}) if decided else stats
+__all__ = ['Comparison', 'judge_answers', 'compare', 'check_rounds', 'build_comparator', 'comparator_streams', 'rewound_while',
+           'Standing', 'Rounds', 'round_stats']
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #56d8691d
 @dataclass
@@ -95,13 +61,13 @@ def judge_answers(answers: JointAnswers, node: Node, roles: Roles, reward: Any, 
     return Side(answers.joints, {k: mean(score.rewards) for k, score in zip(known, scores)}, {k: mean(score.raw) for k, score in zip(known, scores)})
 
 
-def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, iteration: int) -> Comparison:
-    """Compare on every training item."""
+def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, iteration: int, items: Sequence[Mapping[str, Any]] | None = None) -> Comparison:
+    """Compare on `items` (None: every training item)."""
     setup, args, found, stats, started = trainer.setup, trainer.args, Comparison(), [], time.perf_counter()
     rng = setup.streams["pairs"].python
     with comparator.source.opened(iteration):
-        trainer.run.events.on_phase(f"compare round {iteration}", setup.train.length)
-        for batch in batches_of(setup.train.epoch(), max(1, ROWS_PER_CALL // args.preference_num_candidates)):
+        trainer.run.events.on_phase(f"compare round {iteration}", setup.train.length if items is None else len(items))
+        for batch in batches_of(setup.train.epoch() if items is None else items, max(1, ROWS_PER_CALL // args.preference_num_candidates)):
             nodes = rollout(batch, roles, trainer.team, reward, args.preference_num_candidates, first_index=len(stats))
             answers = comparator.answers([roles.read(item) for item in batch], batch, args.comparator_candidates)
             for node, answer in zip(nodes, answers):
@@ -124,12 +90,8 @@ def check_rounds(args: Any, inputs: Inputs) -> None:
     if args.log_reward_distribution and callable(inputs.reward_func) and resolve_reward_range(inputs.reward_func) is None:
         raise ValueError("log_reward_distribution: True needs reward_func.reward_range=(minimum, maximum); set_reward_range(reward_func, ...) declares it")
     follow(args.comparator_devices, [torch.device("cpu")] * args.num_actors, "comparator_devices")
-    settings = read_model_config(inputs.model_config)
-    for name, source in given_models(args, range(args.num_actors)).items() if args.comparator_policy == "model" else ():
-        if isinstance(source, str) and source.strip():
-            check_name(source, settings.model_kwargs)
-        elif not isinstance(source, torch.nn.Module):
-            raise ValueError(f"{name}: a language model or its identifier is needed, got {source!r}")
+    if args.comparator_policy == "model":
+        check_given(args, inputs.model_config)
     if args.comparator_policy == "api":
         RemoteModel.from_config(args)
 
@@ -151,37 +113,6 @@ def build_comparator(trainer: TrainerBase, adapter: Any, model_config: Any, fold
     return (CentralComparator(source, team, checked_adapter(adapter)) if central else RoleComparator(source, team)), past
 
 
-def fixed_models(args: Any, team: Writers, places: Sequence[int], devices: Sequence[torch.device], model_config: Any) -> Writers:
-    """Writers of `comparator_agents` or `comparator_model_name`: names bring their tokenizers, objects read with the actors'.
-
-    Comparator models never change: an object that is trained too is copied, as is one that is wanted on a second device.
-    """
-    given = given_models(args, places)
-    trained = {id(parameter) for actor in team.actors for parameter in actor.module.parameters()}
-    settings, known, actors = read_model_config(model_config), {}, []
-    for (name, source), place, device in zip(given.items(), places, devices):
-        key = source if isinstance(source, str) else id(source)
-        if isinstance(source, str) and (key, device) not in known:
-            known[key, device] = freeze(load_model(source, settings.model_kwargs)).to(device), ensure_pad_token(load_tokenizer(source, settings.tokenizer_kwargs))
-        elif (key, device) not in known:
-            shared = any(other == key for other, _ in known) or any(id(parameter) in trained for parameter in source.parameters())
-            known[key, device] = (freeze(copy.deepcopy(source)) if shared else source).to(device), None
-        model, own = known[key, device]
-        tokenizer = own or team.actors[place].tokenizer
-        check_room(model, tokenizer, name)
-        actors.append(Actor(model, tokenizer, device, eos_ids(model, tokenizer)))
-    streams = {f"comparator {index}": team.streams[f"comparator {place}"] for index, place in enumerate(places)}
-    return Writers(actors, team.sampling, streams, team.max_prompt_length)
-
-
-def given_models(args: Any, places: Sequence[int]) -> dict[str, Any]:
-    """What the configuration gives for each of the places, under the name of its field."""
-    if args.comparator_agents is None:
-        return {f"comparator_model_name (place {place})": args.comparator_model_name for place in places}
-    one = len(args.comparator_agents) == 1
-    return {f"comparator_agents[{0 if one else place}]": args.comparator_agents[0 if one else place] for place in places}
-
-
 def comparator_streams(args: Any) -> tuple[str, ...]:
     """The random streams of rounds: one per comparator place, and the replay's."""
     return (*(f"comparator {index}" for index in range(args.num_actors)), "replay")
@@ -199,8 +130,8 @@ def rewound_while(undone: Callable[[], bool], streams: Iterable[RandomStream]) -
         raise
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #3b531211
-class Rounds:
-    """Where iterative training stands, its comparator and its replay store; the trainer's `end_round()` forgets where it stood in a round's training set."""
+class Standing:
+    """Where iterative training stands, its comparator and its replay store."""
 
     def __init__(self, trainer: TrainerBase, adapter: Any, model_config: Any):
         args = trainer.args
@@ -211,21 +142,6 @@ class Rounds:
         self.iteration, self.total_pairs = 1, 0
         self.batch: list[PreferencePair] | None = None
         self.found: Comparison | None = None
-
-    def train(self, trainer: TrainerBase, learn: Callable[[list[PreferencePair]], Any], oracle: Callable[[], tuple[Roles, Any]]) -> None:
-        """All rounds that are left; `learn` gets each round's training set, `oracle()` says who scores and in which roles. An empty set is not learned from."""
-        self.store.index.require_free()
-        if self.past is not None:
-            self.past.claim(self.store.index.run)
-        while self.iteration <= trainer.args.num_iterations:
-            if self.batch is None:
-                self._draw(trainer, *oracle())
-            if self.batch:
-                learn(self.batch)
-            with interrupt_afterwards():
-                self.iteration, self.batch = self.iteration + 1, None
-                trainer.end_round()
-                trainer.run.events.on_safe_point()
 
     def state_dict(self) -> dict[str, Any]:
         """Round, training set or what it is to be drawn from, and the replay's index; the files are `files()`."""
@@ -249,6 +165,41 @@ class Rounds:
             write_atomically(target.with_name("run"), [self.store.index.run.encode()])
         self.iteration, self.total_pairs, self.batch = state["iteration"], state["total_pairs"], state["batch"]
         self.found = None if state["found"] is None else Comparison(**state["found"])
+
+# %% ../../nbs/60_trainers/04_rounds.ipynb #0ea95034
+class Rounds(Standing):
+    """The loop; the trainer's `end_round()` forgets where it stood in a round's training set."""
+
+    def train(self, trainer: TrainerBase, learn: Callable[[list[PreferencePair]], Any], oracle: Callable[[], tuple[Roles, Any]]) -> None:
+        """All rounds that are left; `learn` gets each round's training set, `oracle()` says who scores and in which roles. An empty set is not learned from."""
+        self.store.index.require_free()
+        if self.past is not None:
+            self.past.claim(self.store.index.run)
+        while self.iteration <= trainer.args.num_iterations:
+            if self.batch is None:
+                self._draw(trainer, *oracle())
+            if self.batch:
+                learn(self.batch)
+            with interrupt_afterwards():
+                self.iteration, self.batch = self.iteration + 1, None
+                trainer.end_round()
+                trainer.run.events.on_safe_point()
+
+    def collect(self, trainer: TrainerBase, items: Iterable[Mapping[str, Any]] | None, oracle: tuple[Roles, Any]) -> list[PreferencePair]:
+        """The pairs of `items` (None: the training dataset) against this round's comparator, with one `collect` row; no round is stored, drawn or ended.
+
+        A comparator from the past needs the policy that entered the first round; it is kept where no round was entered yet.
+        """
+        rows = None if items is None else [as_row(item, "items", index) for index, item in enumerate(items)]
+        with trainer.watched(), rewound_on_error(trainer.setup.streams.values()):
+            if self.comparator.source is self.past:
+                self.past.claim(self.store.index.run)
+                if self.iteration == 1 and not self.past.round_folder(1).exists():
+                    self.past.enter(1)
+            found = compare(trainer, self.comparator, *oracle, self.iteration, rows)
+            if found.stats:
+                trainer.run.note("collect", Stats({**found.stats, "seconds/collect": found.seconds}))
+        return found.pairs
 
     def _draw(self, trainer: TrainerBase, roles: Roles, reward: Any) -> None:
         if self.found is None:
@@ -279,35 +230,5 @@ def round_stats(rounds: Rounds, found: Comparison, distributions: bool = False) 
     own = {"current_iteration": rounds.iteration, "current_preference_pairs": len(found.pairs), "total_preference_pairs": rounds.total_pairs,
            "train_preference_pairs": len(rounds.batch), **rounds.store.last.stats(), **found.stats}
     if distributions:
-        kept = [pair for pair in rounds.batch if pair.target_raw_reward is not None]
-        sides = {"reward_distribution": (found.target, found.comparator), "selected_reward_distribution": ([pair.target_raw_reward for pair in kept], [pair.comparator_raw_reward for pair in kept])}
-        for name, (target, comparator) in sides.items():
-            own[f"{name}/current_iteration"] = rounds.iteration
-            for side, values in (("target", target), ("comparator", comparator)):
-                own[f"{name}/{side}_sample_count"] = len(values)
-                own.update({f"{name}/{side}_mean": sum(values) / len(values)} if values else {})
-        own["selected_reward_distribution/pair_count"] = len(kept)
+        own.update(distribution_stats(rounds.iteration, found, rounds.batch))
     return Stats({**Stats({name: float(value) for name, value in own.items()}).prefixed("iter/"), "seconds/compare": found.seconds})
-
-# %% ../../nbs/60_trainers/04_rounds.ipynb #46edec5d
-NUM_BINS = 16
-
-
-def series(values: Sequence[float], edges: np.ndarray) -> dict[str, Any]:
-    """Count, mean, histogram and values of one side; values outside the range count in the outermost bins."""
-    counts = np.histogram(np.clip(np.asarray(values, dtype=float), edges[0], edges[-1]), bins=edges)[0]
-    return {"sample_count": len(values), "mean": float(np.mean(values)) if values else None, "counts": counts.tolist(), "raw_rewards": [float(value) for value in values]}
-
-
-def write_distribution(folder: Path, iteration: int, found: Comparison, batch: Sequence[PreferencePair], limits: tuple[float, float]) -> Path:
-    """Write `iteration_0001.json` with the reward histograms of a round."""
-    edges = np.linspace(*limits, NUM_BINS + 1)
-    kept = [pair for pair in batch if pair.target_raw_reward is not None]
-    content = {"iteration": iteration, "reward_min": limits[0], "reward_max": limits[1], "num_bins": NUM_BINS, "bin_edges": edges.tolist(),
-               "bin_centers": ((edges[:-1] + edges[1:]) / 2).tolist(),
-               "candidate": {"target": series(found.target, edges), "comparator": series(found.comparator, edges)},
-               "selected": {"target": series([pair.target_raw_reward for pair in kept], edges), "comparator": series([pair.comparator_raw_reward for pair in kept], edges)}}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"iteration_{iteration:04d}.json"
-    write_atomically(path, [json.dumps(content, ensure_ascii=False, indent=2).encode()])
-    return path

@@ -5,7 +5,7 @@
 # %% ../../../nbs/60_trainers/50_iterative.ipynb #6d968e6c
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class MADPOIterTrainer(MADPOTrainer):
 
     def extra_streams(self, args: MADPOIterConfig) -> tuple[str, ...]:
         return (*super().extra_streams(args), *comparator_streams(args))
+
+    def collect(self, items: Iterable[Mapping[str, Any]] | None = None) -> list[PreferencePair]:
+        """Pairs of `items` (None: the training dataset) between the current agents and the comparator, as a round makes them. Nothing is stored or updated."""
+        return self.rounds.collect(self, items, (self.setup.roles, self.setup.reward))
 
     def learn(self, pairs: Sequence[PreferencePair]) -> None:
         """`num_train_epochs` passes over the pairs of a round."""
@@ -86,6 +90,10 @@ class MARLHFIterTrainer(MARLHFTrainer):
 
     def extra_streams(self, args: MARLHFIterConfig) -> tuple[str, ...]:
         return (*super().extra_streams(args), *comparator_streams(args))
+
+    def collect(self, items: Iterable[Mapping[str, Any]] | None = None) -> list[PreferencePair]:
+        """Pairs of `items` (None: the training dataset) between the current agents and the comparator, as a round makes them. Nothing is stored or updated."""
+        return self.rounds.collect(self, items, self.oracle())
 
     def learn(self, pairs: Sequence[PreferencePair], **generation: Any) -> None:
         """Fit a new reward model to the pairs of a round, then train on its scores."""
