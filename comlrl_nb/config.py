@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import stat
+import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +23,10 @@ from .types import markdown_table
 
 # %% auto #0
 __all__ = ['REPORT_TO', 'Config', 'invalid', 'check_int', 'interval', 'check_real', 'check_choice', 'check_flag', 'check_text',
-           'check_folder', 'is_device', 'check_devices', 'Core', 'Collaboration', 'Placement', 'GroupSize', 'Sampling',
-           'Horizon', 'Pairing', 'Episode', 'Evaluation', 'Buffer', 'Normalization', 'Baseline', 'ReferenceKL',
-           'RunOptions', 'CriticTraining', 'SeparateCritic', 'CriticTarget', 'ValueHead']
+           'check_folder', 'check_file', 'try_to_write', 'is_device', 'check_devices', 'Core', 'Collaboration',
+           'Placement', 'GroupSize', 'Sampling', 'Horizon', 'Pairing', 'Episode', 'Evaluation', 'Buffer',
+           'Normalization', 'Baseline', 'ReferenceKL', 'installed', 'missing', 'RunOptions', 'CriticTraining',
+           'SeparateCritic', 'CriticTarget', 'ValueHead']
 
 # %% ../nbs/00_core/01_config.ipynb #7245f464
 @dataclass
@@ -115,6 +120,33 @@ def check_folder(owner: Any, name: str, optional: bool = True) -> None:
     value = getattr(owner, name)
     if not (value is None and optional) and not (isinstance(value, (str, os.PathLike)) and os.fspath(value)):
         raise invalid(owner, name, f"{'None or ' if optional else ''}a path")
+
+# %% ../nbs/00_core/01_config.ipynb #f9da937f
+def check_file(owner: Any, name: str) -> None:
+    """None, or the path of a file that can be written; its folder need not exist yet."""
+    check_folder(owner, name)
+    value = getattr(owner, name)
+    try:
+        if value is not None:
+            try_to_write(Path(value))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{type(owner).__name__}: {name}={value!r}: {getattr(error, 'strerror', None) or error}; give the path of a file that can be written, such as 'runs/history.jsonl'") from error
+
+
+def try_to_write(path: Path) -> None:
+    """Raise `OSError` when the file cannot be written; nothing is changed or left behind."""
+    try:
+        folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        place = next(each for each in Path(os.path.realpath(path)).parents if os.path.lexists(each))
+        if not place.is_dir():
+            raise NotADirectoryError(f"{place} is not a folder") from None
+        with tempfile.TemporaryFile(dir=place):
+            return
+    if folder:
+        raise IsADirectoryError("it is a folder")
+    with open(path, "rb+"):
+        return
 
 # %% ../nbs/00_core/01_config.ipynb #41e4aa09
 def is_device(name: Any) -> bool:
@@ -315,6 +347,19 @@ class ReferenceKL(Config):
         check_devices(self, "reference_devices", lengths=(1, self.num_actors))
 
 # %% ../nbs/00_core/01_config.ipynb #4e3eaef8
+def installed(package: str) -> bool:
+    """Can the package be imported? A folder of that name in the working directory, as Weights & Biases leaves one, is not a package."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    found = find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def missing(name: str, package: str) -> str:
+    """What to tell when the package of a `report_to` name is not installed."""
+    return f"report_to={name!r}: the package {package} is not installed; install it with: pip install {package}, or leave {name!r} out"
+
+# %% ../nbs/00_core/01_config.ipynb #dd92387e
 REPORT_TO = ("tensorboard", "trackio", "wandb")
 
 
@@ -341,13 +386,13 @@ class RunOptions(Config):
         check_folder(self, "output_dir", optional=False)
         check_int(self, "max_prompt_length", 1, optional=True)
         check_choice(self, "on_nonfinite", ("raise", "skip"))
-        check_folder(self, "history_file")
+        check_file(self, "history_file")
         given = [self.report_to] if isinstance(self.report_to, str) else self.report_to or ()
         if self.report_to is not None and (not isinstance(given, (list, tuple)) or any(name not in REPORT_TO for name in given)):
             raise invalid(self, "report_to", f"None or some of {', '.join(map(repr, REPORT_TO))}")
         for name in given:
-            if find_spec(name) is None:
-                raise invalid(self, "report_to", f"without {name!r}, whose package is not installed (pip install {name})")
+            if not installed(name):
+                raise ValueError(f"{type(self).__name__}: {missing(name, name)}")
 
 # %% ../nbs/00_core/01_config.ipynb #533db6da
 @dataclass
