@@ -148,7 +148,7 @@ def test_the_judge_is_frozen_in_the_policy_phase(algorithm):
     ear.trainer = trainer = make(rl_algorithm=algorithm, callbacks=[ear], eval_dataset=rows(1), eval_interval=1)
     trainer.train()
     assert len(ear.seen) > 5 and all(same(ear.seen[0][0], found) and not training and not moved for found, training, moved in ear.seen)
-    assert trainer.phase.optimizer is None  # its state is not kept in memory
+    assert trainer.phase.going is None  # its optimizer's state is not kept in memory
 
 
 def test_no_graph_is_built_over_the_judge():
@@ -347,20 +347,20 @@ def test_held_out_items():
     first, last = rows_of(trainer, "reward_model")
     assert {"reward_model/held_out_accuracy", "reward_model/held_out_loss", "reward_model/held_out_margin", "reward_model/held_out_confidence"} <= {*first} & {*last}
     assert "reward_model/pairs_accuracy" in last and "reward_model/pairs_accuracy" not in first
-    assert len(trainer.phase.held) == 2  # both pairs of one item
+    assert len(trainer.phase.duels.held_out) == 2  # both pairs of one item
 
 
 def test_without_a_share_nothing_is_held_out():
     trainer = trained()
-    assert trainer.phase.held == [] and not any("held_out" in name for row in trainer.history for name in row)
+    assert trainer.phase.duels.held_out == [] and not any("held_out" in name for row in trainer.history for name in row)
 
 
 def test_decided_pairs_that_were_not_selected_test_the_judge():
     trainer = trained(preference_num_candidates=6, preference_pairs_per_sample=2)
-    found = [(duel.winner, duel.loser) for duel in trainer.phase.left_out]
+    found = [(duel.winner, duel.loser) for duel in trainer.phase.duels.left_out]
     assert 0 < len(found) <= 3 * 2 and "reward_model/left_out_accuracy" in rows_of(trainer, "reward_model")[-1]
     everyone = trained(pair_selection="all", preference_pairs_per_sample=None)
-    assert everyone.phase.left_out == [] and "reward_model/left_out_accuracy" not in rows_of(everyone, "reward_model")[-1]
+    assert everyone.phase.duels.left_out == [] and "reward_model/left_out_accuracy" not in rows_of(everyone, "reward_model")[-1]
 
 
 # pairs given by hand
@@ -798,7 +798,7 @@ def test_an_interrupted_run_is_given_up_by_a_fit_by_hand():
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.fit(PAIRS)
-    assert trainer.collected is None and trainer.phase.batches is None
+    assert trainer.collected is None and trainer.phase.going is None
     trainer.train()
     assert kinds(trainer).count("collect") == 2
 

@@ -64,13 +64,15 @@ class TrainerAttributes:
     env_step = property(lambda self: self.run.env_step, doc="Environment steps so far: the x axis of the history.")
 
 # %% ../../nbs/60_trainers/01_base.ipynb #bc7ba5c8
-def check_watchers(callbacks: Any, wandb_config: Any) -> None:
-    """Raise unless `callbacks` is None or a list of Callback objects and `wandb_config` None or a dictionary."""
+def check_watchers(callbacks: Any, wandb_config: Any, metrics_callback: Any = None) -> None:
+    """Raise unless `callbacks` is None or a list of Callback objects, `wandb_config` None or a dictionary, and `metrics_callback` None or a callable."""
     if callbacks is not None and not isinstance(callbacks, (list, tuple)):
         raise ValueError(f"callbacks: None or a list of Callback objects is needed, got {callbacks!r}")
     Callbacks(callbacks or ())
     if wandb_config is not None:
         WandbSink(wandb_config)
+    if metrics_callback is not None and not callable(metrics_callback):
+        raise ValueError(f"metrics_callback: None or a callable is needed, got {metrics_callback!r}")
 
 
 def check_count(value: Any, name: str, minimum: int = 1) -> int:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..agents import adamw
 from ..loop import Run, ShuffledEpochs, interrupt_afterwards
-from ..reward_fit import duel_stats, duels_of, reward_update
+from ..reward_fit import Duel, duel_stats, duels_of, reward_update
 from ..reward_source import RewardSource
-from ..reward_text import LearnedReward
+from ..reward_text import JointTextReader, LearnedReward
+from ..rollout import Roles
 from ..setup import Setup
-from ..streams import rewound_on_error
-from ..types import PreferencePair, Stats
+from ..streams import RandomStream, rewound_on_error
+from ..types import Node, PreferencePair, Stats
 
 # %% auto #0
-__all__ = ['split_by_prompts', 'RewardPhase']
+__all__ = ['split_by_prompts', 'Duels', 'Fit', 'RewardPhase', 'judge_stats']
 
 # %% ../../nbs/60_trainers/03_reward_phase.ipynb #d6750b65
 def split_by_prompts(pairs: Sequence[PreferencePair], share: float, rng: Any) -> tuple[list[PreferencePair], list[PreferencePair]]:
@@ -31,95 +35,147 @@ def split_by_prompts(pairs: Sequence[PreferencePair], share: float, rng: Any) ->
     return [pair for pair, out in zip(pairs, known) if not out], [pair for pair, out in zip(pairs, known) if out]
 
 # %% ../../nbs/60_trainers/03_reward_phase.ipynb #fd482a6d
+@dataclass(frozen=True)
+class Duels:
+    """What a fit learns from and is tested on; `identical` pairs to learn from read the same on both sides and are dropped."""
+
+    learn: list[Duel]
+    held_out: list[Duel]
+    left_out: list[Duel]
+    identical: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair], reader: JointTextReader, share: float, rng: Any) -> Duels:
+        """A `share` of the prompts is held out. ValueError when there is nothing to learn from."""
+        learn, held = split_by_prompts(pairs, share, rng)
+        duels, identical = duels_of(learn, reader)
+        if not duels:
+            raise ValueError(f"pairs: none of {len(learn)} has two sides that differ within reward_max_length={reader.max_length} tokens; give more tokens or other pairs")
+        return cls(duels, duels_of(held, reader)[0], duels_of(left_out, reader)[0], identical)
+
+    def checked(self, judge: LearnedReward) -> Stats:
+        """How the judge does on held-out duels."""
+        return duel_stats(judge.model, {"held_out": self.held_out}, judge.pad_id)
+
+    def tested(self, judge: LearnedReward) -> Stats:
+        """How it does on all sets."""
+        sets = {"pairs": self.learn, "held_out": self.held_out, "left_out": self.left_out}
+        return Stats({**duel_stats(judge.model, sets, judge.pad_id), "reward_model/identical_pairs": float(self.identical)})
+
+# %% ../../nbs/60_trainers/03_reward_phase.ipynb #a83d2cfa
+class Fit:
+    """A fit that is going on: a `judge`, its optimizer, its batches. `seen` are the updates that no row has told of yet, `stats` is the latest row."""
+
+    def __init__(self, judge: LearnedReward, duels: Duels, args: Any, stream: RandomStream):
+        self.judge, self.duels = judge, duels
+        self.optimizer = adamw([p for p in judge.model.parameters() if p.requires_grad], args.reward_learning_rate)
+        self.batches = ShuffledEpochs(duels.learn, args.reward_train_batch_size, args.reward_num_train_epochs, stream)
+        self.seen: list[Stats] = []
+        self.stats = Stats()
+
+    @property
+    def ends_epoch(self) -> bool:
+        """An epoch is done, and its row is to be written."""
+        return len(self.seen) == self.batches.batches_per_epoch
+
+    def update(self, duels: Sequence[Duel], skip_nonfinite: bool = False) -> Stats:
+        """Learn from the current batch."""
+        _, own = reward_update(self.judge.model, self.optimizer, duels, self.judge.pad_id, skip_nonfinite=skip_nonfinite)
+        self.batches.done()
+        self.seen.append(own)
+        return own
+
+    def row(self, started: float) -> Stats:
+        """The metrics of a finished epoch; those of the last one are about all sets of duels."""
+        tested = self.duels.tested(self.judge) if self.batches.current() is None else self.duels.checked(self.judge)
+        self.stats, self.seen = Stats({**Stats.mean(self.seen), **tested, "seconds/fit": time.perf_counter() - started}), []
+        return self.stats
+
+    def state_dict(self) -> dict[str, Any]:
+        duels = self.duels
+        return {"model": self.judge.model.state_dict(), "optimizer": self.optimizer.state_dict(), "batches": self.batches.state_dict(), "duels": duels.learn, "held": duels.held_out,
+                "left_out": duels.left_out, "identical": duels.identical, "seen": list(self.seen), "stats": Stats(self.stats)}
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any], judge: LearnedReward, args: Any, stream: RandomStream) -> Fit:
+        """Go on from a state; `judge` is a fresh one of the same shape."""
+        fit = cls(judge, Duels(state["duels"], state["held"], state["left_out"], state["identical"]), args, stream)
+        judge.model.load_state_dict(state["model"])
+        fit.optimizer.load_state_dict(state["optimizer"])
+        fit.batches.load_state_dict(state["batches"])
+        fit.seen, fit.stats = list(state["seen"]), state["stats"]
+        return fit
+
+# %% ../../nbs/60_trainers/03_reward_phase.ipynb #c1d8e9b7
 class RewardPhase:
     """Fits a new reward model to pairs, and holds it, once fitted and frozen, as the `learned` reward of what follows."""
 
     def __init__(self, args: Any, source: RewardSource, setup: Setup):
         self.args, self.source, self.setup = args, source, setup
-        self.learned = self.fitting = LearnedReward(None, None, 0)
+        self.learned = LearnedReward(None, None, 0)
+        self.going: Fit | None = None
+        self.duels: Duels | None = None
         self.done = False
-        self.stats, self.seen = Stats(), []
-        self.batches: ShuffledEpochs | None = None
 
     def fit(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair], run: Run) -> Stats:
         """Passes over `pairs`, a row of kind `reward_model` after each; returns the last row's metrics."""
-        if self.batches is None:
+        if self.going is None:
             with rewound_on_error([self.setup.streams["reward"]]):
-                self._begin(pairs, left_out)
-        started, going_on = time.perf_counter(), True
-        while (batch := self.batches.current()) is not None or self.seen:
-            if len(self.seen) == self.batches.batches_per_epoch:
-                self._report(run, started)
+                self.going = self._begun(pairs, left_out)
+        fit, started, told = self.going, time.perf_counter(), False
+        while (batch := fit.batches.current()) is not None or fit.seen:
+            if fit.ends_epoch:
+                run.note("reward_model", fit.row(started))
                 continue
-            if batch.start == 0 or going_on:
+            if batch.start == 0 or not told:
                 run.events.on_phase(f"reward model epoch {batch.epoch + 1}", batch.total - batch.start)
-            going_on = False
+            told = True
             with interrupt_afterwards():
-                _, own = reward_update(self.fitting.model, self.optimizer, batch.entries, self.fitting.pad_id, skip_nonfinite=self.args.on_nonfinite == "skip")
-                self.batches.done()
-                self.seen.append(own)
+                own = fit.update(batch.entries, skip_nonfinite=self.args.on_nonfinite == "skip")
                 run.events.on_safe_point()
             run.events.on_advance(1, own)
-        self._freeze()
-        return self.stats
+        self._freeze(fit.judge)
+        self.done, self.going, self.duels = True, None, fit.duels
+        return fit.stats
 
-    def _report(self, run: Run, started: float) -> None:
-        """The row of a finished epoch; the last one is about all sets of pairs."""
-        tested = self._tested() if self.batches.current() is None else self._checked()
-        self.stats, self.seen = Stats({**Stats.mean(self.seen), **tested, "seconds/fit": time.perf_counter() - started}), []
-        run.note("reward_model", self.stats)
+    def give_up(self) -> None:
+        """Nothing is left to go on with; the `learned` reward stays."""
+        self.done, self.going = False, None
 
-    def _freeze(self) -> None:
-        model = self.fitting.model.eval().requires_grad_(False)
-        self.learned.model, self.learned.reader, self.learned.pad_id = model, self.fitting.reader, self.fitting.pad_id
-        self.done, self.batches, self.optimizer = True, None, None
+    def _begun(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair]) -> Fit:
+        judge, stream = self._fresh(), self.setup.streams["reward"]
+        return Fit(judge, Duels.of(pairs, left_out, judge.reader, self.args.reward_holdout, stream.python), self.args, stream)
 
-    def _begin(self, pairs: Sequence[PreferencePair], left_out: Sequence[PreferencePair]) -> None:
-        args, stream = self.args, self.setup.streams["reward"]
-        with stream.on("cpu"):
-            model, reader, pad_id = self.source.fresh(self.setup, args.reward_max_length, args.reward_freeze_backbone)
-        self.fitting, self.seen = LearnedReward(model, reader, pad_id), []
-        self.optimizer = adamw([p for p in model.parameters() if p.requires_grad], args.reward_learning_rate)
-        learn, held = split_by_prompts(pairs, args.reward_holdout, stream.python)
-        duels, self.identical = duels_of(learn, reader)
-        if not duels:
-            raise ValueError(f"pairs: none of {len(learn)} has two sides that differ within reward_max_length={args.reward_max_length} tokens; give more tokens or other pairs")
-        self.held, self.left_out = duels_of(held, reader)[0], duels_of(left_out, reader)[0]
-        self.batches = ShuffledEpochs(duels, args.reward_train_batch_size, args.reward_num_train_epochs, stream)
+    def _fresh(self) -> LearnedReward:
+        with self.setup.streams["reward"].on("cpu"):
+            return LearnedReward(*self.source.fresh(self.setup, self.args.reward_max_length, self.args.reward_freeze_backbone))
+
+    def _freeze(self, judge: LearnedReward) -> None:
+        self.learned.model, self.learned.reader, self.learned.pad_id = judge.model.eval().requires_grad_(False), judge.reader, judge.pad_id
 
     def state_dict(self) -> dict[str, Any]:
         """The judges' weights, and the fit that is going on."""
-        state: dict[str, Any] = {"done": self.done, "learned": None if self.learned.model is None else self.learned.model.state_dict(), "fit": None}
-        if self.batches is not None:
-            state["fit"] = {"model": self.fitting.model.state_dict(), "optimizer": self.optimizer.state_dict(), "duels": self.batches.entries, "batches": self.batches.state_dict(),
-                            "held": self.held, "left_out": self.left_out, "identical": self.identical, "seen": list(self.seen), "stats": Stats(self.stats)}
-        return state
+        learned = None if self.learned.model is None else self.learned.model.state_dict()
+        return {"done": self.done, "learned": learned, "fit": None if self.going is None else self.going.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        args, stream = self.args, self.setup.streams["reward"]
-        self.done, self.batches = state["done"], None
+        """Take up a state; judges are made anew, so the streams are to be restored afterwards."""
+        self.done, self.going = state["done"], None
         if state["learned"] is not None:
-            model, reader, pad_id = self._fresh()
-            model.load_state_dict(state["learned"])
-            self.learned.model, self.learned.reader, self.learned.pad_id = model.eval().requires_grad_(False), reader, pad_id
-        if (fit := state["fit"]) is not None:
-            model, reader, pad_id = self._fresh()
-            model.load_state_dict(fit["model"])
-            self.fitting = LearnedReward(model, reader, pad_id)
-            self.optimizer = adamw([p for p in model.parameters() if p.requires_grad], args.reward_learning_rate)
-            self.optimizer.load_state_dict(fit["optimizer"])
-            self.held, self.left_out, self.identical, self.seen, self.stats = fit["held"], fit["left_out"], fit["identical"], list(fit["seen"]), fit["stats"]
-            self.batches = ShuffledEpochs(fit["duels"], args.reward_train_batch_size, args.reward_num_train_epochs, stream)
-            self.batches.load_state_dict(fit["batches"])
+            judge = self._fresh()
+            judge.model.load_state_dict(state["learned"])
+            self._freeze(judge)
+        if state["fit"] is not None:
+            self.going = Fit.resumed(state["fit"], self._fresh(), self.args, self.setup.streams["reward"])
 
-    def _fresh(self) -> tuple[Any, Any, int]:
-        """A model of the right shape, whatever its weights; the stream is restored by who loads the state."""
-        with self.setup.streams["reward"].on("cpu"):
-            return self.source.fresh(self.setup, self.args.reward_max_length, self.args.reward_freeze_backbone)
-
-    def _checked(self) -> Stats:
-        return duel_stats(self.fitting.model, {"held_out": self.held}, self.fitting.pad_id)
-
-    def _tested(self) -> Stats:
-        duels = {"pairs": self.batches.entries, "held_out": self.held, "left_out": self.left_out}
-        return Stats({**duel_stats(self.fitting.model, duels, self.fitting.pad_id), "reward_model/identical_pairs": float(self.identical)})
+# %% ../../nbs/60_trainers/03_reward_phase.ipynb #de3bd6df
+def judge_stats(learned: LearnedReward, roles: Roles, nodes: Sequence[Node]) -> Stats:
+    """The judge's mean score of each node's first joint response, and its correlation with their task reward; empty before it is fitted."""
+    if learned.model is None:
+        return Stats()
+    told = [(roles.told(None, node.generations), [completion.text for completion in node.joints[0].completions]) for node in nodes]
+    scores, rewards = learned.values(told).double().cpu(), torch.tensor([node.joints[0].reward for node in nodes], dtype=torch.float64)
+    stats = Stats({"reward_model/score_mean": scores.mean().item()})
+    if len(nodes) > 1 and scores.std() > 0 and rewards.std() > 0:
+        stats["reward_model/correlation"] = torch.corrcoef(torch.stack([scores, rewards]))[0, 1].item()
+    return stats

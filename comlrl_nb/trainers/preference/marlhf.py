@@ -5,9 +5,8 @@
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #ab1374c8
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,176 +14,91 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...history import History
-from ...models.critics import check_critics, plan_critics
-from ...models.loading import read_model_config, resolve_model_sources
+from ...models.critics import CriticPlan, check_critics
+from ...models.loading import resolve_model_sources
 from ...models.reward import JointRewardModel
 from ...reward_source import RewardSource
-from ...rollout import OneActorForAllRoles
+from ...reward_text import LearnedReward
 from ...schedulers.device_scheduler import DeviceScheduler
 from ...setup import NUM_AGENTS, Inputs, Setup, is_central, prepare, resolve_args
 from ...streams import rewound_on_error
 from ..actor_critic.ac_base import actor_owners
-from ..actor_critic.iac import IACTrainer
-from ..actor_critic.maac import MAACTrainer
+from ..back_ends import BACKENDS, CriticBackend, ReinforceBackend, WholeText, backend_args, with_critic_devices
 from ..base import Resumable, check_watchers
 from ..collecting import Collected, check_pairs, collect_pairs
 from ..configs import MARLHFConfig
-from ..reinforce.magrpo import MAGRPOTrainer, MAREINFORCETrainer, MARLOOTrainer, MAReMaxTrainer
-from ..reward_phase import RewardPhase
+from ..reward_phase import RewardPhase, judge_stats
 from ...types import Node, PreferencePair, Stats
 
 # %% auto #0
-__all__ = ['BACKENDS', 'ReinforceBackend', 'CriticBackend', 'backend_args', 'with_critic_devices', 'WholeText', 'check_judges',
-           'MARLHFTrainer']
+__all__ = ['Blueprint', 'loaded', 'judged_by', 'MARLHFParts', 'MARLHFTrainer']
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #e7027ffb
-class ReinforceBackend:
-    """One of the four group trainers; it has no critics."""
+@dataclass(frozen=True)
+class Blueprint:
+    """What a run is put together from; nothing is loaded yet."""
 
-    def __init__(self, trainer_class: type):
-        self.trainer_class = trainer_class
+    args: MARLHFConfig
+    agents: Sequence[Any]
+    backend: ReinforceBackend | CriticBackend
+    critics: CriticPlan | None
+    judge: RewardSource
+    judge_device: torch.device | None
 
-    def plan_critics(self, args: MARLHFConfig, critic_model: Any, critics: Any, model_name: str | None, model_config: Any) -> None:
-        given = "critics" if critics is not None else "critic_model" if critic_model is not None else "critic_model_name" if args.critic_model_name is not None else None
-        if given is not None:
-            raise ValueError(f"{given}: given, but rl_algorithm={args.rl_algorithm!r} has no critic; leave it None, or choose 'maac' or 'iac'")
+    @classmethod
+    def of(cls, args: MARLHFConfig, inputs: Inputs, critic_model: Any = None, critics: Any = None, reward_model: Any = None) -> Blueprint:
+        backend = BACKENDS[args.rl_algorithm]
+        agents, name = resolve_model_sources(kind="agents", model=inputs.agent_model, models=inputs.agents, expected_count=args.num_actors, model_label="agent_model")
+        plan = backend.plan_critics(args, critic_model, critics, name, inputs.model_config)
+        judge = RewardSource.resolve(args, reward_model, name, inputs.model_config)
+        device = None if args.reward_model_device is None else DeviceScheduler.resolve_devices(args.reward_model_device, 1, kind="reward_model_device")[0]
+        return cls(args, agents, backend, plan, judge, device)
 
-    def num_critics(self, args: MARLHFConfig) -> int:
-        return 0
-
-    def heads(self, args: MARLHFConfig) -> tuple[bool, int | None] | None:
-        """Whether actors get value heads, and of which size; None leaves them as they are."""
-        return None
-
-    def start(self, setup: Setup, plan: Any, metrics_callback: Any) -> Any:
-        if metrics_callback is not None:
-            warnings.warn(f"metrics_callback: {self.trainer_class.algorithm_name} has no samples of single agents to hand to it; it is not called", stacklevel=5)
-        trainer = self.trainer_class.__new__(self.trainer_class)
-        trainer._begin(setup, None, [])
-        return trainer
-
-
-class CriticBackend:
-    """MAAC or IAC, whose critics come from what the user gave, or from the agents' identifier."""
-
-    def __init__(self, trainer_class: type, shared: bool):
-        self.trainer_class, self.shared = trainer_class, shared
-
-    def plan_critics(self, args: MARLHFConfig, critic_model: Any, critics: Any, model_name: str | None, model_config: Any) -> Any:
-        if not self.shared and not args.use_separate_critic:
-            if critics is not None or critic_model is not None:
-                raise ValueError("critics: given, but use_separate_critic=False puts the value heads on the actors; leave critics and critic_model None")
-            return None
-        source = critic_model if critic_model is not None or critics is not None else args.critic_model_name or model_name
-        if source is None and critics is None:
-            raise ValueError(f"critic_model_name: None, but rl_algorithm={args.rl_algorithm!r} needs a critic and the agents have no identifier; "
-                             "give critic_model_name, critic_model or critics")
-        settings, count = read_model_config(model_config), self.num_critics(args)
-        size = args.critic_value_head_hidden_dim if args.critic_value_head_hidden_dim is not None else settings.critic_value_head_hidden_dim
-        return plan_critics(source, critics, count, f"rl_algorithm={args.rl_algorithm!r} ({count})", size, settings)
-
-    def num_critics(self, args: MARLHFConfig) -> int:
-        return 1 if self.shared else args.num_actors if args.use_separate_critic else 0
-
-    def heads(self, args: MARLHFConfig) -> tuple[bool, int | None]:
-        return not self.shared and not args.use_separate_critic, args.value_head_hidden_dim
-
-    def start(self, setup: Setup, plan: Any, metrics_callback: Any) -> Any:
-        trainer = self.trainer_class.__new__(self.trainer_class)
-        trainer.critic_plan = plan
-        trainer.heads_on_actors = plan is None
-        trainer._begin(setup, None, metrics_callback, [])
-        return trainer
-
-
-BACKENDS = {"magrpo": ReinforceBackend(MAGRPOTrainer), "mareinforce": ReinforceBackend(MAREINFORCETrainer), "marloo": ReinforceBackend(MARLOOTrainer),
-            "maremax": ReinforceBackend(MAReMaxTrainer), "maac": CriticBackend(MAACTrainer, shared=True), "iac": CriticBackend(IACTrainer, shared=False)}
-
-
-def backend_args(args: MARLHFConfig, trainer_class: type) -> Any:
-    """The configuration of the back end: its fields have the values they have in `args`."""
-    known = {entry.name: getattr(args, entry.name) for entry in fields(trainer_class.config_class) if hasattr(args, entry.name)}
-    known["num_agents"] = args.num_actors
-    return trainer_class.config_class(**known)
-
-
-def with_critic_devices(args: MARLHFConfig) -> MARLHFConfig:
-    """`args`, or a copy in which critics without devices of their own live with the agents, a shared one with agent 0."""
-    if args.critic_devices is not None or args.parallel_training != "mp":
-        return args
-    listed = isinstance(args.agent_devices, (list, tuple))
-    return replace(args, critic_devices=args.agent_devices[0] if listed and args.rl_algorithm == "maac" else args.agent_devices)
+    def check(self, inputs: Inputs) -> None:
+        """Raise for critics or a reward model that cannot be used, as far as objects and names tell."""
+        if self.critics is not None:
+            check_critics(self.critics, self.agents, inputs.tokenizer)
+        tokenizer = inputs.tokenizer[0] if isinstance(inputs.tokenizer, (list, tuple)) and inputs.tokenizer else inputs.tokenizer
+        if isinstance(tokenizer, PreTrainedTokenizerBase) and not self.judge.settings.special_tokens:
+            self.judge.check(tokenizer)
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #526e12bc
-class WholeText(OneActorForAllRoles):
-    """A central actor as the judge sees it: one prompt, one text."""
+def loaded(blueprint: Blueprint, inputs: Inputs, extra_streams: Sequence[str]) -> Setup:
+    """The checked and loaded team, with a device for the judge."""
+    args, heads = blueprint.args, blueprint.backend.heads(blueprint.args)
 
-    def __init__(self, roles: OneActorForAllRoles):
-        super().__init__(roles.adapter, roles.formatters)
-        self.num_roles = 1
+    def owners(streams: Mapping[str, Any]) -> Any:
+        """Asked for when all else is checked and nothing is loaded yet."""
+        blueprint.check(inputs)
+        return None if heads is None else actor_owners(*heads, streams["heads"])
 
-    def told(self, reading, generations):
-        return [generation.prompt.text for generation in generations]
+    setup = prepare(with_critic_devices(args), inputs, with_references=args.reference_kl_enabled, extra_streams=extra_streams,
+                    num_critics=blueprint.backend.num_critics(args), owners=owners)
+    blueprint.judge.check(setup.team.actors[0].tokenizer)
+    blueprint.judge.reader(setup, args.reward_max_length)
+    return replace(setup, args=args, placement=replace(setup.placement, reward_models=(blueprint.judge_device or setup.placement.agents[0],)))
 
-    def split(self, texts, item):
-        return tuple(texts)
+
+def judged_by(setup: Setup, learned: LearnedReward, blueprint: Blueprint) -> Setup:
+    """The same team as the back end has it: with the back end's configuration, and the judge's score in the place of the task's reward."""
+    args = backend_args(with_critic_devices(blueprint.args), blueprint.backend.trainer_class)
+    return replace(setup, args=args, reward=learned, roles=WholeText(setup.roles) if is_central(blueprint.args) else setup.roles)
 
 # %% ../../../nbs/60_trainers/40_marlhf.ipynb #64ddadf6
-def check_judges(inputs: Inputs, agents: Sequence[Any], plan: Any, source: RewardSource) -> None:
-    """Raise for critics or a reward model that cannot be used, as far as objects and names tell."""
-    if plan is not None:
-        check_critics(plan, agents, inputs.tokenizer)
-    tokenizer = inputs.tokenizer[0] if isinstance(inputs.tokenizer, (list, tuple)) and inputs.tokenizer else inputs.tokenizer
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and not source.settings.special_tokens:
-        source.check(tokenizer)
-
-# %% ../../../nbs/60_trainers/40_marlhf.ipynb #3cafec6d
-class MARLHFTrainer(Resumable):
-    """Collects pairs, fits a joint reward model, and trains the agents on its frozen scores with one of six trainers.
-
-    `reward_model` (a language model, a `JointRewardModel`, or `"actors"`) replaces `reward_model_name`; a copy of it is trained.
-    """
+class MARLHFParts(Resumable):
+    """The parts of a MARLHF run, and what is saved of them: the pairs `collected`, the reward `phase`, and `rl`, the back end's trainer."""
 
     algorithm_name = "MARLHF"
     config_class = MARLHFConfig
 
-    def __init__(self, agent_model=None, agents=None, num_agents=NUM_AGENTS, tokenizer=None, model_config=None, train_dataset=None,
-                 eval_dataset=None, reward_func=None, reward_processor=None, formatters=None, external_transition=None, wandb_config=None,
-                 eval_logger=None, eval_aggregator=None, args=None, *, metrics_callback=None, critic_model=None, critics=None, reward_model=None,
-                 centralized_comparator_adapter=None, callbacks=None):
-        args = resolve_args(args, self.config_class, num_agents, agents)
-        check_watchers(callbacks, wandb_config)
-        if metrics_callback is not None and not callable(metrics_callback):
-            raise ValueError(f"metrics_callback: None or a callable is needed, got {metrics_callback!r}")
-        inputs = Inputs(agent_model, agents, tokenizer, model_config, train_dataset, eval_dataset, reward_func, reward_processor,
-                        formatters, external_transition, eval_logger, eval_aggregator, centralized_comparator_adapter)
-        self._start(inputs, args, wandb_config, callbacks, metrics_callback, critic_model, critics, reward_model)
-
     def _start(self, inputs: Inputs, args: Any, wandb_config: Any, callbacks: Any, metrics_callback: Any, critic_model: Any, critics: Any, reward_model: Any) -> None:
-        backend = BACKENDS[args.rl_algorithm]
-        agents, name = resolve_model_sources(kind="agents", model=inputs.agent_model, models=inputs.agents, expected_count=args.num_actors, model_label="agent_model")
-        plan = backend.plan_critics(args, critic_model, critics, name, inputs.model_config)
-        source = RewardSource.resolve(args, reward_model, name, inputs.model_config)
-        device = None if args.reward_model_device is None else DeviceScheduler.resolve_devices(args.reward_model_device, 1, kind="reward_model_device")[0]
-        heads = backend.heads(args)
-
-        def owners(streams: Mapping[str, Any]) -> Any:
-            """Asked for when all else is checked and nothing is loaded yet."""
-            check_judges(inputs, agents, plan, source)
-            return None if heads is None else actor_owners(*heads, streams["heads"])
-
-        placed = with_critic_devices(args)
-        setup = prepare(placed, inputs, with_references=args.reference_kl_enabled, extra_streams=self.extra_streams(args),
-                        num_critics=backend.num_critics(args), owners=owners)
-        source.check(setup.team.actors[0].tokenizer)
-        source.reader(setup, args.reward_max_length)
-        setup = replace(setup, args=args, placement=replace(setup.placement, reward_models=(device or setup.placement.agents[0],)),
-                        evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.judge_metrics)))
+        blueprint = Blueprint.of(args, inputs, critic_model, critics, reward_model)
+        setup = loaded(blueprint, inputs, self.extra_streams(args))
+        setup = replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.judge_metrics)))
         super().__init__(setup, callbacks, wandb_config)
-        self.phase = RewardPhase(args, source, setup)
         self.collected: Collected | None = None
-        learned = replace(setup, args=backend_args(placed, backend.trainer_class), reward=self.phase.learned, roles=WholeText(setup.roles) if is_central(args) else setup.roles)
-        self.rl = backend.start(learned, plan, metrics_callback)
+        self.phase = RewardPhase(args, blueprint.judge, setup)
+        self.rl = blueprint.backend.start(judged_by(setup, self.phase.learned, blueprint), blueprint.critics, metrics_callback)
         self.rl.run = self.run
         self.critics, self.critic_optimizers, self.reference_models = self.rl.critics, self.rl.critic_optimizers, self.rl.reference_models
 
@@ -200,6 +114,53 @@ class MARLHFTrainer(Resumable):
     def reward_model(self) -> JointRewardModel | None:
         """The fitted judge; None before the second phase."""
         return self.phase.learned.model
+
+    def judge_metrics(self, nodes: Sequence[Node]) -> Stats:
+        """The judge's mean score on freshly sampled nodes, and its correlation with their task reward; empty before it is fitted."""
+        return judge_stats(self.phase.learned, self.rl.setup.roles, nodes)
+
+    def progress(self) -> dict[str, float]:
+        return self.rl.progress()
+
+    def own_state(self) -> dict[str, Any]:
+        collected = None if self.collected is None else {"pairs": self.collected.pairs, "left_out": self.collected.left_out}
+        return {"collected": collected, "phase": self.phase.state_dict(), "rl": self.rl.own_state()}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        self.rl.load_own_state(state["rl"], folder)
+        self.phase.load_state_dict(state["phase"])
+        self.collected = None if state["collected"] is None else Collected(**state["collected"])
+
+    def _begin_anew(self) -> None:
+        """Nothing is left to go on with."""
+        self.collected, self.rl.source = None, None
+        self.phase.give_up()
+
+    def save_model(self, output_dir: str | Path) -> None:
+        """Agents and critics as their trainer saves them, the judge as `reward_model`."""
+        self.rl.save_model(output_dir)
+        if self.reward_model is not None:
+            self.reward_model.save_pretrained(Path(output_dir) / "reward_model")
+            self.phase.learned.reader.tokenizer.save_pretrained(Path(output_dir) / "reward_model")
+        for sink in self.sinks:
+            sink.finish()
+
+# %% ../../../nbs/60_trainers/40_marlhf.ipynb #3cafec6d
+class MARLHFTrainer(MARLHFParts):
+    """Collects pairs, fits a joint reward model, and trains the agents on its frozen scores with one of six trainers.
+
+    `reward_model` (a language model, a `JointRewardModel`, or `"actors"`) replaces `reward_model_name`; a copy of it is trained.
+    """
+
+    def __init__(self, agent_model=None, agents=None, num_agents=NUM_AGENTS, tokenizer=None, model_config=None, train_dataset=None,
+                 eval_dataset=None, reward_func=None, reward_processor=None, formatters=None, external_transition=None, wandb_config=None,
+                 eval_logger=None, eval_aggregator=None, args=None, *, metrics_callback=None, critic_model=None, critics=None, reward_model=None,
+                 centralized_comparator_adapter=None, callbacks=None):
+        args = resolve_args(args, self.config_class, num_agents, agents)
+        check_watchers(callbacks, wandb_config, metrics_callback)
+        inputs = Inputs(agent_model, agents, tokenizer, model_config, train_dataset, eval_dataset, reward_func, reward_processor,
+                        formatters, external_transition, eval_logger, eval_aggregator, centralized_comparator_adapter)
+        self._start(inputs, args, wandb_config, callbacks, metrics_callback, critic_model, critics, reward_model)
 
     def collect(self, items: Iterable[Mapping[str, Any]] | None = None) -> list[PreferencePair]:
         """Sample, score and pair up the joint responses of `items` (None: the training dataset). Nothing is updated."""
@@ -256,43 +217,7 @@ class MARLHFTrainer(Resumable):
         self._begin_anew()
         return self.history
 
-    def progress(self) -> dict[str, float]:
-        return self.rl.progress()
-
-    def own_state(self) -> dict[str, Any]:
-        collected = None if self.collected is None else {"pairs": self.collected.pairs, "left_out": self.collected.left_out}
-        return {"collected": collected, "phase": self.phase.state_dict(), "rl": self.rl.own_state()}
-
-    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        self.rl.load_own_state(state["rl"], folder)
-        self.phase.load_state_dict(state["phase"])
-        self.collected = None if state["collected"] is None else Collected(**state["collected"])
-
-    def _begin_anew(self) -> None:
-        """Nothing is left to go on with."""
-        self.collected, self.phase.done, self.phase.batches, self.rl.source = None, False, None, None
-
     def evaluate(self, num_eval_samples: int | None = None) -> Stats:
         """Task reward of one joint response per held-out item, and how the judge's scores of them go with it."""
         with self.watched():
             return self.rl.evaluate(num_eval_samples)
-
-    def judge_metrics(self, nodes: Sequence[Node]) -> Stats:
-        """The judge's mean score on freshly sampled nodes, and its correlation with their task reward; empty before it is fitted."""
-        if self.reward_model is None:
-            return Stats()
-        told = [(self.rl.setup.roles.told(None, node.generations), [completion.text for completion in node.joints[0].completions]) for node in nodes]
-        scores, rewards = self.phase.learned.values(told).double().cpu(), torch.tensor([node.joints[0].reward for node in nodes], dtype=torch.float64)
-        stats = Stats({"reward_model/score_mean": scores.mean().item()})
-        if len(nodes) > 1 and scores.std() > 0 and rewards.std() > 0:
-            stats["reward_model/correlation"] = torch.corrcoef(torch.stack([scores, rewards]))[0, 1].item()
-        return stats
-
-    def save_model(self, output_dir: str | Path) -> None:
-        """Agents and critics as their trainer saves them, the judge as `reward_model`."""
-        self.rl.save_model(output_dir)
-        if self.reward_model is not None:
-            self.reward_model.save_pretrained(Path(output_dir) / "reward_model")
-            self.phase.learned.reader.tokenizer.save_pretrained(Path(output_dir) / "reward_model")
-        for sink in self.sinks:
-            sink.finish()
