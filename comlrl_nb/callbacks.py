@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .config import installed
 from .history import History
 from .types import Node
 
@@ -23,6 +23,7 @@ __all__ = ['Callback', 'Callbacks', 'in_notebook', 'is_watched', 'Progress', 'ro
 class Callback:
     """Hears the events of a run; override the ones that matter."""
 
+    def on_start(self, history: History) -> None: ...
     def on_phase(self, name: str, total: int | None) -> None: ...
     def on_advance(self, count: int, metrics: Mapping[str, float]) -> None: ...
     def on_nodes(self, kind: str, nodes: Sequence[Node]) -> None: ...
@@ -39,6 +40,10 @@ class Callbacks(Callback):
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise ValueError(f"callbacks: {callback!r} is not a Callback; give objects of a subclass of comlrl_nb.callbacks.Callback")
+
+    def on_start(self, history):
+        for callback in self.callbacks:
+            callback.on_start(history)
 
     def on_phase(self, name, total):
         for callback in self.callbacks:
@@ -194,7 +199,7 @@ class WandbSink(Callback):
     def __init__(self, wandb_config: Mapping[str, Any], run_config: Mapping[str, Any] | None = None):
         if not isinstance(wandb_config, Mapping):
             raise ValueError(f"wandb_config: a dictionary with at least a project is needed, got {wandb_config!r}")
-        if "wandb" not in sys.modules and find_spec("wandb") is None:
+        if not installed("wandb"):
             raise ValueError("wandb_config: it is given but wandb is not installed; install it with: pip install 'comlrl_nb[wandb]'")
         self.config, self.run_config, self.run = dict(wandb_config), dict(run_config or {}), None
         self.sections = self.config.get("config_sections") or {}

@@ -185,10 +185,13 @@ def watched(run: Run, callbacks: Sequence[Callback]) -> Iterator[None]:
         return
     try:
         run.events, run.watching = Callbacks(callbacks), True
+        run.events.on_start(run.history)
         yield
     finally:
-        run.events.on_end(run.history)
-        run.events, run.watching = Callbacks(), False
+        try:
+            run.events.on_end(run.history)
+        finally:
+            run.events, run.watching = Callbacks(), False
 
 # %% ../nbs/50_training/05_loop.ipynb #c18b2f8e
 def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tuple[float, Stats]], *, name: str = "train",

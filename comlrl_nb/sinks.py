@@ -9,55 +9,121 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .callbacks import Callback, WandbSink
+from .config import installed, missing
+from .history import History
 
 # %% auto #0
-__all__ = ['JsonlSink', 'read_history_file', 'need', 'numbers', 'TensorboardSink', 'TrackioSink', 'make_sinks']
+__all__ = ['line_of', 'row_of', 'read_history_file', 'goes_on', 'cut_after', 'JsonlSink', 'need', 'numbers', 'TensorboardSink',
+           'TrackioSink', 'make_sinks']
 
 # %% ../nbs/50_training/01a_sinks.ipynb #cf031b75
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """A history row as a line of JSON."""
+    return json.dumps({name: value if value is None or isinstance(value, (str, int)) else float(value) if math.isfinite(value) else None
+                       for name, value in row.items()}).encode() + b"\n"
+
+
+def row_of(line: str | bytes) -> dict[str, Any] | None:
+    """The row of a line; None for a line that was cut off."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_history_file(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The rows of a history file; a line that was cut off is left out."""
+    rows = map(row_of, Path(path).read_bytes().splitlines())
+    return [row for row in rows if row is not None]
+
+# %% ../nbs/50_training/01a_sinks.ipynb #fdf19689
+def goes_on(known: Sequence[Mapping[str, Any]], later: Sequence[Mapping[str, Any]]) -> bool:
+    """Can `later` rows be of the run that told the rows `known`? Its updates never fall, and every training row has more of them than the one before."""
+    last = known[-1]["update"]
+    trained = max((row["update"] for row in known if row["kind"] == "train"), default=0)
+    for row in later:
+        update, training = row.get("update", -1), row.get("kind") == "train"
+        if update < last or training and update <= trained:
+            return False
+        last, trained = update, update if training else trained
+    return known[-1]["update"] > 0
+
+
+def cut_after(path: Path, known: Sequence[Mapping[str, Any]]) -> None:
+    """Leave the last of the rows `known` as the end of the file, when what comes after it was told by the same run."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    rows, wanted = list(map(row_of, lines)), row_of(line_of(known[-1]))
+    if wanted not in rows:
+        return
+    place = len(rows) - rows[::-1].index(wanted)
+    if place < len(rows) and goes_on(known, [row for row in rows[place:] if row is not None]):
+        os.truncate(path, sum(map(len, lines[:place])))
+
+# %% ../nbs/50_training/01a_sinks.ipynb #46e762c8
 class JsonlSink(Callback):
-    """Appends every history row to `path`, one JSON object per line."""
+    """Appends every history row to `path`, one JSON object per line. What cannot be written raises `OSError` and is written with the next row."""
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+        self.path, self.heard = Path(path), 0
+        self.waiting: list[bytes] = []
+
+    def on_start(self, history: History) -> None:
+        if len(history) < self.heard:
+            self.waiting = []
+        if len(history) != self.heard and len(history):
+            cut_after(self.path, history.rows)
+        self.heard = len(history)
 
     def on_row(self, row: Mapping[str, Any]) -> None:
-        known = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab+") as file:
-            if file.tell() and not self._ends_well(file):
-                file.write(b"\n")
-            file.write(json.dumps(known).encode() + b"\n")
-            file.flush()
+        self.heard += 1
+        self.waiting.append(line_of(row))
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(error.errno, f"history_file: a row could not be written ({error.strerror or error}); make room and call train() again, "
+                          "the row is kept and written with the next", str(self.path)) from error
+
+    def on_end(self, history: History) -> None:
+        with suppress(OSError):  # it was told already
+            self._write()
 
     def finish(self) -> None:
         """Nothing is open between rows."""
+
+    def _write(self) -> None:
+        """Append what waits: all of it or nothing."""
+        if not self.waiting:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab+", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            left = b"" if size == 0 or self._ends_well(file) else b"\n"
+            left += b"".join(self.waiting)
+            try:
+                while left:
+                    left = left[file.write(left):]
+            except BaseException:
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
+            self.waiting = []
 
     @staticmethod
     def _ends_well(file: Any) -> bool:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
 
-
-def read_history_file(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The rows of a history file; a line that was cut off is left out."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
 # %% ../nbs/50_training/01a_sinks.ipynb #1806bf72
 def need(package: str, name: str) -> None:
     """Raise when the package of a sink is missing."""
-    if find_spec(package) is None:
-        raise ValueError(f"report_to: {name!r} needs the package {package}; install it with: pip install {package}")
+    if not installed(package):
+        raise ValueError(missing(name, package))
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
