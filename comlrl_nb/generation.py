@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
-from .logprobs import common_length, least_saved, pad_after, pad_left, prefill, select_rows, tolerates_left_padding
+from .logprobs import begin_columns, common_length, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
 from .models.modes import device_of, eval_mode, only_looking
 from .shared_prompt import SharedPromptLayer, can_share_prompt, sharing_prompt
 from .streams import RandomStream
@@ -24,7 +24,7 @@ from .types import Completion, Generation, Prompt
 
 # %% auto #0
 __all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'RoomyLayer', 'make_room', 'is_library_generate',
-           'room_for', 'prompt_once_rows', 'common_start', 'generate_rows', 'trim', 'to_completions', 'split_calls',
+           'room_for', 'prompt_once_rows', 'common_columns', 'generate_rows', 'trim', 'to_completions', 'split_calls',
            'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
@@ -119,24 +119,20 @@ def room_for(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width:
 
 def prompt_once_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor | None:
     """What `generate_rows` returns, with the prompts run once; None where the model's cache cannot be copied."""
-    texts = [tuple(row[real].tolist()) for row, real in zip(ids, mask)]
-    start = common_start(texts, least_saved(ids.device)) if tolerates_left_padding(model) else 0
-    laid, seen = pad_after(start, texts, int(ids[~mask][0]) if not mask.all() else 0, ids.device) if start else (ids, mask)
-    before = prefill(model, laid[:, :-1], seen[:, :-1], start=start)
+    texts = [tuple(row[real].tolist()) for row, real in zip(ids[:, :-1], mask[:, :-1])]
+    before = prefill(model, ids[:, :-1], mask[:, :-1], start=common_columns(texts, least_saved(ids.device)) if tolerates_left_padding(model) else 0)
     if before.cache is None:
         return None
     owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
     with room_for(model, before.cache, owner, num, ids.shape[1], keywords["max_new_tokens"]):
-        rows = model.generate(input_ids=laid[owner], attention_mask=seen[owner].long(), num_return_sequences=1,
+        return model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
                               **{before.cache_name: before.cache}, **keywords).sequences
-    return torch.cat([ids[owner], rows[:, ids.shape[1]:]], dim=1)
 
 
-def common_start(texts: Sequence[tuple[int, ...]], least: int) -> int:
-    """How many tokens all of `texts` begin with, if running them once saves `least` tokens, else 0; two tokens of each text are left."""
-    first, last = min(texts), max(texts)
-    shared = min(common_length(first, last), min(map(len, texts)) - 2)
-    return shared if (len(texts) - 1) * shared >= least else 0
+def common_columns(texts: Sequence[tuple[int, ...]], least: int) -> int:
+    """How many columns of the left-padded `texts` hold only padding and what all begin with; 0 if running that once saves less than `least` tokens."""
+    shared = min(common_length(min(texts), max(texts)), min(map(len, texts)) - 1)
+    return max(0, begin_columns(texts, shared)) if (len(texts) - 1) * shared >= least else 0
 
 
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # %% auto #0
-__all__ = ['CHUNK_ELEMENTS', 'Ids', 'PADDING_BUDGET', 'SAVED_TOKENS', 'gather_logprobs', 'pad_left', 'pad_after', 'pad_right',
-           'position_ids', 'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill',
-           'tolerates_left_padding', 'prefill', 'select_rows', 'distinct', 'length_groups', 'least_saved',
-           'common_length', 'families', 'prompt_groups', 'completion_logprobs']
+__all__ = ['CHUNK_ELEMENTS', 'Ids', 'PADDING_BUDGET', 'SAVED_TOKENS', 'gather_logprobs', 'pad_left', 'pad_right', 'position_ids',
+           'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill',
+           'keeps_everything', 'tolerates_left_padding', 'prefill', 'select_rows', 'distinct', 'length_groups',
+           'least_saved', 'common_length', 'families', 'prompt_groups', 'begin_columns', 'completion_logprobs']
 
 # %% ../nbs/10_math/00_logprobs.ipynb #5dd0deee
 CHUNK_ELEMENTS = 1 << 20
@@ -77,13 +77,6 @@ def _pad(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device |
 def pad_left(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
     """Ids `[N, L]` ending in the last column, and their mask `[N, L]` (bool, True where a token is real)."""
     return _pad(sequences, pad_id, device, left=True)
-
-
-def pad_after(start: int, sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """Like `pad_left`, with the padding behind the first `start` ids, which all sequences have in common."""
-    ids, mask = pad_left([sequence[start:] for sequence in sequences], pad_id, device)
-    head = torch.tensor([list(sequences[0][:start])], dtype=torch.long, device=device).expand(len(sequences), -1)
-    return torch.cat([head, ids], 1), torch.cat([torch.ones_like(head, dtype=torch.bool), mask], 1)
 
 
 def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
@@ -195,11 +188,25 @@ class Prefill:
     states: Tensor | None = None
 
 
+def keeps_everything(model: nn.Module) -> bool:
+    """False when the configuration tells of layers that forget: sliding windows, recurrent states."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(text, "layer_types", None)
+    return set(kinds) == {"full_attention"} if kinds else getattr(text, "sliding_window", None) is None
+
+
 def _begin(model: nn.Module, ids: Tensor, mask: Tensor, start: int, name: str) -> dict[str, Any]:
-    """The cache of the first `start` columns, run once and repeated for every row, under its keyword; empty where it cannot be repeated."""
-    cache = getattr(run_model(model, ids[:1, :start], mask[:1, :start], use_cache=True, logits_to_keep=1), name, None)
-    usable = hasattr(cache, "layers") and cache.get_seq_length() == start and select_rows(cache, [0] * len(ids))
-    return {name: cache} if usable else {}
+    """The cache of the first `start` columns under its keyword: run for the longest row, and moved to where each row begins. Empty where that cannot be."""
+    before = (~mask).sum(1).tolist()
+    longest = before.index(0)
+    cache = getattr(run_model(model, ids[longest:longest + 1, :start], mask[longest:longest + 1, :start], use_cache=True, logits_to_keep=1), name, None)
+    if not hasattr(cache, "layers") or not all(_is_plain(layer) and layer.keys is not None and layer.keys.shape[-2] == start for layer in cache.layers):
+        return {}
+    for layer in cache.layers:
+        layer.keys, layer.values = (torch.cat([nn.functional.pad(part[:, :, :max(0, start - pads)], (0, 0, min(pads, start), 0)) for pads in before])
+                                    for part in (layer.keys, layer.values))
+    return {name: cache}
 
 
 def tolerates_left_padding(model: nn.Module) -> bool:
@@ -211,7 +218,7 @@ def tolerates_left_padding(model: nn.Module) -> bool:
 def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None = None, start: int = 0) -> Prefill:
     """Run the left-padded prompts `ids [N, P]`, `mask [N, P]` once, with the cache on.
 
-    The first `start` columns, the same in all rows and without padding, run for one row only. `body` is the part of the model whose
+    The first `start` columns, which hold nothing but padding and one common beginning, run for the longest row only. `body` is the part of the model whose
     output begins with the last hidden states; given, they are kept.
     """
     accepted = accepted_arguments(model)
@@ -220,7 +227,7 @@ def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None 
     with ExitStack() as stack:
         if body is not None:
             stack.callback(body.register_forward_hook(lambda part, inputs, out: seen.append(out[0][:, -1])).remove)
-        begun = _begin(model, ids, mask, start, name) if start and name is not None else {}
+        begun = _begin(model, ids, mask, start, name) if start and name is not None and keeps_everything(model) else {}
         done = start if begun else 0
         out = run_model(model, ids[:, done:], mask, position_ids=position_ids(mask)[:, done:], use_cache=True, logits_to_keep=1, **begun)
     cache = None if name is None else getattr(out, name, None)
@@ -310,6 +317,11 @@ def prompt_groups(prompts: Sequence[Ids], padding: int, least: int) -> list[tupl
     groups = [(start, [own[place] for place in group]) for start, own in (*kin, (0, alone)) for group in length_groups([len(prompts[index]) for index in own], padding)]
     return [(start if (len(group) - 1) * start >= least else 0, group) for start, group in groups]
 
+# %% ../nbs/10_math/00_logprobs.ipynb #ca659f30
+def begin_columns(texts: Sequence[Ids], start: int) -> int:
+    """How many columns of the left-padded `texts`, which have their first `start` tokens in common, hold only those and padding."""
+    return max(map(len, texts)) - max(len(ids) - start for ids in texts)
+
 # %% ../nbs/10_math/00_logprobs.ipynb #a6cf4516
 def _score_bucket(model: nn.Module, before: Prefill, prompt_mask: Tensor, owner: list[int], completions: list[tuple[int, ...]],
                   pad_id: int) -> Tensor:
@@ -339,8 +351,9 @@ def _score_shared(model: nn.Module, prompts: list[tuple[int, ...]], jobs: list[t
     parts, order, states = [], [], {}
     tolerant = tolerates_left_padding(model)
     for start, group in prompt_groups(prompts, budget, least_saved(device)) if tolerant else [(0, own) for own in length_groups([len(ids) for ids in prompts], 0)]:
-        ids, mask = pad_after(start, [prompts[index] for index in group], pad_id, device)
-        before = prefill(model, ids, mask, body, start)
+        texts = [prompts[index] for index in group]
+        ids, mask = pad_left(texts, pad_id, device)
+        before = prefill(model, ids, mask, body, begin_columns(texts, start) if start else 0)
         if before.cache is None:
             return None
         states.update(zip(group, before.states if before.states is not None else ()))

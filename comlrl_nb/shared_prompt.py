@@ -17,6 +17,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .models.modes import is_plain_library_model
+
 # %% auto #0
 __all__ = ['NAME', 'SharedPromptLayer', 'shared_prompt_attention', 'can_share_prompt', 'sharing_prompt']
 
@@ -82,11 +84,12 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #7cf2e318
 def can_share_prompt(model: nn.Module, cache: Any) -> bool:
-    """On a processor, with plain attention without caps or windows, and plain cache layers?"""
+    """On a processor, with the library's exchangeable attention without caps or windows, and plain cache layers?"""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     plain = getattr(text, "_attn_implementation", None) in ("sdpa", NAME) and getattr(text, "attn_logit_softcapping", None) is None
-    return plain and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers)
+    exchangeable = getattr(model, "_supports_attention_backend", False) and is_plain_library_model(model)
+    return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers)
 
 
 _users: dict[int, int] = {}
