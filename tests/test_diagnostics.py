@@ -14,7 +14,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from comlrl_nb.diagnostics import (Bin, GradientNoise, RecentRollouts, calibration, experiences_of, gradient_noise, judge, noise_interval, plot_advantages,
-                                   plot_calibration, plot_gradient_noise, plot_shared_and_own, plot_td_errors, realised_returns, score_products)
+                                   plot_calibration, plot_gradient_noise, plot_reward_distributions, plot_reward_means, plot_shared_and_own, plot_td_errors,
+                                   realised_returns, score_products)
+from comlrl_nb.distributions import BothRewards, distribution_stats, write_distribution
 from comlrl_nb.experience import Experience, JointSample, normalized
 from comlrl_nb.history import History
 from comlrl_nb.logprobs import completion_logprobs_naive
@@ -286,3 +288,50 @@ def test_the_tutorials_table_names_tests_cases_and_pages_that_exist():
     assert [name for name in names if f"def {name}(" not in tests] == []
     assert [case for case in cases if f'"{case}"' not in tests] == []
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+# ---- both sides of rounds
+
+ROUNDS = {1: ([0.0, 1.0, 1.0, 1.0], [0.0, 0.0]), 2: ([], [0.5]), 4: ([1.0], [2.0])}  # a round without samples of one side; one that is missing; a reward out of range
+
+
+def written(folder):
+    for iteration, sides in ROUNDS.items():
+        write_distribution(folder, iteration, BothRewards(*sides), [], (0.0, 1.0))
+    return folder
+
+
+@pytest.mark.parametrize("inner", ["", "reward_distributions"])
+def test_distributions_of_both_sides_over_rounds(tmp_path, inner):
+    written(tmp_path / inner)
+    axes = plot_reward_distributions(tmp_path)
+    ours, theirs = (ax.images[0].get_array() for ax in axes)
+    assert ours.shape == theirs.shape == (16, 4)
+    assert ours[:, 0].tolist() == [0.25, *[0] * 14, 0.75] and ours[:, 1].sum() == ours[:, 2].sum() == 0 and ours[-1, 3] == 1
+    assert [theirs[0, 0], theirs[8, 1], theirs[15, 3]] == [1, 1, 1] and theirs.sum() == 3
+    assert [(list(ax.lines[0].get_xdata()), list(ax.lines[0].get_ydata())) for ax in axes] == [([1, 4], [0.75, 1.0]), ([1, 2, 4], [0.0, 0.5, 2.0])]
+    assert axes[0].images[0].get_extent() == [0.5, 4.5, 0.0, 1.0]
+
+
+def test_a_folder_without_distributions_is_refused(tmp_path):
+    (tmp_path / "iteration_0001.json").write_text(json.dumps({"iteration": 1, "num_pairs": 0, "pairs": []}))
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(FileNotFoundError, match="log_reward_distribution"):
+            plot_reward_distributions(folder)
+
+
+def test_means_of_both_sides_from_a_history():
+    history = History()
+    for iteration, sides in ROUNDS.items():
+        history.add("iter", 0, 0, {f"iter/{name}": value for name, value in distribution_stats(iteration, BothRewards(*sides), []).items()})
+    ax = plot_reward_means(history)
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines] == [([1, 4], [0.75, 1.0]), ([1, 2, 4], [0.0, 0.5, 2.0])]
+    assert [len(line.get_xdata()) for line in plot_reward_means(history, "selected").lines] == [0, 0]
+    with pytest.raises(ValueError, match="log_reward_distribution"):
+        plot_reward_means(History())
+
+
+@pytest.mark.parametrize("draw", [plot_reward_distributions, plot_reward_means])
+def test_an_unknown_group_is_named(draw):
+    with pytest.raises(ValueError, match="group='all': .*candidate.*selected"):
+        draw(History(), "all")
