@@ -5,9 +5,13 @@
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #863cb481
 from __future__ import annotations
 
+import hashlib
+import json
+import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from .items import Items
@@ -16,7 +20,7 @@ from .streams import RandomStream
 from .types import Stats
 
 # %% auto #0
-__all__ = ['Entry', 'minibatches', 'exactly', 'at_least', 'Filling', 'FreshBatches']
+__all__ = ['Entry', 'minibatches', 'exactly', 'at_least', 'plain', 'fingerprint', 'Rows', 'SameDraws', 'Filling', 'FreshBatches']
 
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #3620a277
 class Entry(Protocol):
@@ -47,6 +51,95 @@ def at_least(entries: Sequence[Any], capacity: int) -> tuple[list[list[Any]], li
     """One full buffer of all entries once there are `capacity`, and nothing left; else all of them are left."""
     return ([list(entries)], []) if len(entries) >= capacity else ([], list(entries))
 
+# %% ../nbs/50_training/05a_fresh_batches.ipynb #fc412416
+def plain(value: Any) -> Any:
+    """A value of a row as JSON knows it; of what is neither text nor a number only the kind."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else type(value).__name__
+
+
+def fingerprint(dataset: Any, count: int = 64) -> str | None:
+    """A short text that differs where one of `count` rows does; None for a dataset without length or places, or whose rows change."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+        return None
+    last = len(dataset) - 1
+    places = sorted({last * k // (count - 1) for k in range(count)})
+    first, again = (json.dumps([plain(dataset[place]) for place in places], sort_keys=True) for _ in range(2))
+    return hashlib.sha256(first.encode()).hexdigest()[:16] if first == again else None
+
+# %% ../nbs/50_training/05a_fresh_batches.ipynb #a3000987
+class Rows:
+    """The rows of one epoch after another: `taken` are read but not yet played, `position` rows of the epoch have been played."""
+
+    def __init__(self, items: Items):
+        self.items, self.position = items, 0
+        self.order: list[int] | None = None
+        self.ordered = False
+        self.taken: list[Mapping[str, Any]] = []
+        self._unread: Iterator[Mapping[str, Any]] | None = None
+
+    def take(self, count: int) -> list[Mapping[str, Any]]:
+        """The next `count` rows, fewer at the end of the epoch; the same ones until they are `played`."""
+        if not self.ordered:
+            with interrupt_afterwards():
+                self.order, self.ordered = self.items.order(), True
+        try:
+            if self._unread is None:
+                self._unread = self.items.rows(self.order, self.position + len(self.taken))
+            while len(self.taken) < count and (row := next(self._unread, None)) is not None:
+                self.taken.append(row)
+        except BaseException:
+            self._unread = None  # a generator that has raised is at its end
+            raise
+        return self.taken
+
+    def played(self) -> None:
+        self.position, self.taken = self.position + len(self.taken), []
+
+    def at_end(self) -> bool:
+        return self.position >= self.items.length if self.items.length is not None else not self.take(1)
+
+    def next_epoch(self) -> None:
+        self.position, self.ordered, self._unread = 0, False, None
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        return fingerprint(self.items.dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": self.order, "ordered": self.ordered, "length": self.items.length, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same dataset; other rows are a `ValueError`."""
+        if state["length"] != self.items.length:
+            raise ValueError(f"{self.items.name}: it has {self.items.length} rows, the saved run's had {state['length']}")
+        known = state.get("fingerprint")
+        if known is not None and self.fingerprint not in (None, known):
+            raise ValueError(f"{self.items.name}: its {self.items.length} rows are not those of the saved run; give the same dataset, or begin a new run")
+        self.position, self.order, self.ordered = state["position"], state["order"], state["ordered"]
+        self.taken, self._unread = [], None
+
+# %% ../nbs/50_training/05a_fresh_batches.ipynb #f0da56be
+class SameDraws:
+    """Every attempt at one thing draws from `streams` what the first one drew."""
+
+    def __init__(self, streams: Sequence[RandomStream]):
+        self.streams = streams
+        self.before: list[dict] = []  # where the streams stood at the first attempt; empty when none is open
+
+    def attempt(self) -> None:
+        for stream, state in zip(self.streams, self.before):
+            stream.load_state_dict(state)
+        self.before = [stream.state_dict() for stream in self.streams]
+
+    def succeeded(self) -> None:
+        self.before = []
+
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #71153433
 @dataclass(frozen=True)
 class Filling:
@@ -67,16 +160,11 @@ class FreshBatches:
     """A supply of minibatches from `epochs` passes over `items`; `filling.collect(rows, first_index)` plays rows."""
 
     def __init__(self, items: Items, filling: Filling, epochs: int):
-        self.items, self.filling, self.epochs = items, filling, epochs
-        self.epoch, self.position, self.reported = 0, 0, 0
-        self.order: list[int] | None = None
-        self.ordered = False
-        self.taken: list[Mapping[str, Any]] = []
+        self.rows, self.filling, self.epochs, self.draws = Rows(items), filling, epochs, SameDraws(filling.streams)
+        self.epoch, self.reported = 0, 0
         self.buffer: list[Any] = []
         self.ready: list[list[Any]] = []
         self.stats = Stats()
-        self._rows: Iterator[Mapping[str, Any]] | None = None
-        self._before: list[dict] = []
 
     def current(self) -> Batch | None:
         while not self.ready and self.epoch < self.epochs:
@@ -84,72 +172,44 @@ class FreshBatches:
         if not self.ready:
             return None
         entries = self.ready[0]
-        return Batch(entries, self.epoch, self.reported, self.position, self.items.length, sum(entry.env_steps for entry in entries), self.stats)
+        return Batch(entries, self.epoch, self.reported, self.rows.position, self.rows.items.length, sum(entry.env_steps for entry in entries), self.stats)
 
     def done(self) -> None:
-        self.ready, self.reported, self.stats = self.ready[1:], self.position, Stats()
+        self.ready, self.reported, self.stats = self.ready[1:], self.rows.position, Stats()
 
     @property
     def epochs_done(self) -> int:
         """Whole epochs whose entries have all been learned from."""
-        return self.epoch + (not self.ready and not self.buffer and self.epoch < self.epochs and self.position > 0 and self._at_end())
-
-    def _at_end(self) -> bool:
-        if self.items.length is not None:
-            return self.position >= self.items.length
-        self._take(1)
-        return not self.taken
+        return self.epoch + (not self.ready and not self.buffer and self.epoch < self.epochs and self.rows.position > 0 and self.rows.at_end())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the supply stands, with what has been played and not yet learned from."""
-        return {"epoch": self.epoch, "position": self.position, "reported": self.reported, "order": self.order, "ordered": self.ordered, "buffer": list(self.buffer),
-                "ready": [list(batch) for batch in self.ready], "stats": self.stats, "length": self.items.length}
+        return {"epoch": self.epoch, "reported": self.reported, "buffer": list(self.buffer), "ready": [list(batch) for batch in self.ready], "stats": self.stats,
+                "before": self.draws.before, **self.rows.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same dataset; another length is a `ValueError`."""
-        if state["length"] != self.items.length:
-            raise ValueError(f"{self.items.name}: it has {self.items.length} rows, the saved run's had {state['length']}")
-        self.epoch, self.position, self.reported = state["epoch"], state["position"], state["reported"]
-        self.order, self.ordered = state["order"], state["ordered"]
+        """Go on from a state of the same dataset; other rows are a `ValueError`, and nothing is changed."""
+        self.rows.load_state_dict(state)
+        self.epoch, self.reported, self.draws.before = state["epoch"], state["reported"], list(state.get("before", []))
         self.buffer, self.ready, self.stats = list(state["buffer"]), [list(batch) for batch in state["ready"]], Stats(state["stats"])
-        self.taken, self._rows = [], None
 
     def _fill(self) -> None:
         """Play the items that fill the buffer; at the end of an epoch use what is left, then begin the next."""
-        self._take(max(1, -(-(self.filling.capacity - len(self.buffer)) // self.filling.per_item)))
-        if self.taken:
+        if rows := self.rows.take(max(1, -(-(self.filling.capacity - len(self.buffer)) // self.filling.per_item))):
             started = time.perf_counter()
-            self._as_before()
-            entries = self.filling.collect(self.taken, self.position)
+            self.draws.attempt()
+            entries = self.filling.collect(rows, self.rows.position)
             with interrupt_afterwards():
                 self._keep(entries, time.perf_counter() - started)
         else:
             with interrupt_afterwards():
                 self._end_epoch()
 
-    def _as_before(self) -> None:
-        """A second attempt at the same items draws what the first one drew."""
-        for stream, state in zip(self.filling.streams, self._before):
-            stream.load_state_dict(state)
-        self._before = [stream.state_dict() for stream in self.filling.streams]
-
-    def _take(self, count: int) -> None:
-        if not self.ordered:
-            with interrupt_afterwards():
-                self.order, self.ordered = self.items.order(), True
-        try:
-            if self._rows is None:
-                self._rows = self.items.rows(self.order, self.position + len(self.taken))
-            while len(self.taken) < count and (row := next(self._rows, None)) is not None:
-                self.taken.append(row)
-        except BaseException:
-            self._rows = None  # a generator that has raised is at its end
-            raise
-
     def _keep(self, entries: list[Any], seconds: float) -> None:
         full, self.buffer = self.filling.cut([*self.buffer, *entries], self.filling.capacity)
         self.ready += [batch for each in full for batch in self.filling.prepare(each)]
-        self.position, self.taken, self._before = self.position + len(self.taken), [], []
+        self.rows.played()
+        self.draws.succeeded()
         rate = sum(entry.tokens for entry in entries) / max(seconds, 1e-9)
         self.stats = Stats({"seconds/rollout": self.stats.get("seconds/rollout", 0.0) + seconds, "tokens_per_second": rate})
 
@@ -157,4 +217,5 @@ class FreshBatches:
         if self.buffer:
             self.ready, self.buffer = self.filling.prepare(self.buffer), []
         else:
-            self.epoch, self.position, self.reported, self._rows, self.ordered = self.epoch + 1, 0, 0, None, False
+            self.epoch, self.reported = self.epoch + 1, 0
+            self.rows.next_epoch()

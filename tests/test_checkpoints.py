@@ -835,7 +835,6 @@ def once(patch, owner, name):
     patch.setattr(owner, name, call)
 
 
-@pytest.mark.xfail(strict=True, reason="what a second attempt draws from is not in the state of the batches")
 @pytest.mark.parametrize("name", ["MAGRPO", "IAC-heads"])
 def test_ctrl_c_between_playing_and_keeping(name, root, monkeypatch, tmp_path):
     expected = reference(name, root)[0]
