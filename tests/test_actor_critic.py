@@ -19,7 +19,7 @@ from comlrl_nb.losses import NonFiniteError
 from comlrl_nb.models.actor_critic import CausalLMWithValueHead
 from comlrl_nb.toy import micro_model, micro_tokenizer
 from comlrl_nb.trainers.actor_critic import IACConfig, IACTrainer, MAACConfig, MAACTrainer, RolloutSample
-from comlrl_nb.trainers.actor_critic import ac_base
+from comlrl_nb.trainers.actor_critic import ac_base, judged_play
 from comlrl_nb.utils.reward_utils import batched_reward
 from actor_critic_runs import (DOUBLE, KINDS, TOKENIZER, TWO_TURNS, Trees, all_optimizers, assert_every_update_follows, assert_step_follows, batches_of, config, const_values, critic,
                                critic_ids, critic_of, distance, everything, forwards, generate_calls, gradients, joint, letters, louder, make, naive_kl, naive_steps, naive_value, onward,
@@ -416,7 +416,7 @@ def test_nothing_is_computed_that_nobody_reads(monkeypatch):
     trainer.evaluate()
     assert calls == []
     graded = []
-    monkeypatch.setattr(ac_base, "completion_logprobs", lambda *args, **more: graded.append(1))
+    monkeypatch.setattr(judged_play, "completion_logprobs", lambda *args, **more: graded.append(1))
     trainer.train()
     assert all(tuple(shape) == (1, 1) for shape in heads) and graded == []
 
@@ -1386,7 +1386,7 @@ def ctrl_c_at_line(count, files):
 
 
 TINY = dict(train_dataset=rows(3), rollout_buffer_size=2, train_batch_size=1, max_new_tokens=1, metrics_callback=lambda samples: {"own": samples[-1].advantage})
-FILES = ("comlrl_nb/fresh_batches.py", "comlrl_nb/loop.py", "actor_critic/ac_base.py", "trainers/base.py", "comlrl_nb/streams.py", "comlrl_nb/actor_critic_update.py", "comlrl_nb/critics.py", "comlrl_nb/step.py")
+FILES = ("comlrl_nb/fresh_batches.py", "comlrl_nb/loop.py", "actor_critic/ac_base.py", "actor_critic/judged_play.py", "trainers/playing.py", "trainers/base.py", "trainers/resumable.py", "comlrl_nb/streams.py", "comlrl_nb/actor_critic_update.py", "comlrl_nb/critics.py", "comlrl_nb/step.py")
 
 
 @pytest.mark.slow

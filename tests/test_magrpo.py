@@ -1182,7 +1182,7 @@ def ctrl_c_at_line(count, files):
 
 
 TINY = dict(num_train_epochs=1, train_dataset=rows(3), rollout_buffer_size=2, train_batch_size=1, num_generations=2, max_new_tokens=1, eval_interval=2, eval_dataset=rows(1), logging_steps=1)
-FILES = ("comlrl_nb/fresh_batches.py", "comlrl_nb/loop.py", "reinforce/magrpo.py", "trainers/base.py")
+FILES = ("comlrl_nb/fresh_batches.py", "comlrl_nb/loop.py", "reinforce/magrpo.py", "trainers/playing.py", "trainers/base.py", "trainers/resumable.py")
 
 
 def stopped_at(line):

@@ -5,12 +5,10 @@
 # %% ../../nbs/60_trainers/01_base.ipynb #6133a7d3
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..callbacks import Callback, Callbacks, Curves, Progress, Table, WandbSink, in_notebook
-from ..checkpoints import Checkpoints, Schedule, resolve_resume
-from ..history import History
+from ..checkpoints import Checkpoints
 from ..items import as_row, walk
-from ..loop import Run, watched
+from ..loop import Run, Source, train_batches, watched
 from ..schedulers.device_scheduler import unwrap_model
-from ..packing import read_checkpoint, write_checkpoint
 from ..rollout import rollout
 from ..setup import Setup
 from ..sinks import make_sinks
@@ -32,8 +28,7 @@ from ..streams import rewound_on_error
 from ..types import Node, Stats
 
 # %% auto #0
-__all__ = ['MAY_DIFFER', 'TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'Rows', 'loader',
-           'TrainerBase', 'check_same_run', 'check_fits', 'require_writable', 'Resumable']
+__all__ = ['TrainerAttributes', 'check_watchers', 'check_count', 'default_callbacks', 'Rows', 'loader', 'TrainerBase']
 
 # %% ../../nbs/60_trainers/01_base.ipynb #ca72b8e4
 class TrainerAttributes:
@@ -81,7 +76,7 @@ def check_count(value: Any, name: str, minimum: int = 1) -> int:
         raise ValueError(f"{name}: a whole number of at least {minimum} is needed, got {value!r}")
     return value
 
-
+# %% ../../nbs/60_trainers/01_base.ipynb #ba7f406e
 def default_callbacks() -> list[Callback]:
     """A bar and a table; in a notebook curves too."""
     return [Progress(), Table(), *([Curves()] if in_notebook() else [])]
@@ -102,7 +97,7 @@ def loader(dataset: Any, batch_size: int) -> DataLoader:
     rows = dataset if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else Rows(dataset)
     return DataLoader(rows, batch_size=batch_size, shuffle=False if rows is dataset else None, collate_fn=list)
 
-# %% ../../nbs/60_trainers/01_base.ipynb #549eb5ab
+# %% ../../nbs/60_trainers/01_base.ipynb #2d85ea37
 class TrainerBase(TrainerAttributes):
     """Rollout, evaluation, saving and the callbacks around training."""
 
@@ -117,7 +112,6 @@ class TrainerBase(TrainerAttributes):
         self.callbacks = None if callbacks is None else list(callbacks)
         self.verbose = all(sink.verbose for sink in self.sinks)
         self.keepers: list[Checkpoints] = []
-        self.run_id, self.sequence = uuid.uuid4().hex, 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -150,6 +144,11 @@ class TrainerBase(TrainerAttributes):
             self.run.note("eval", {**stats, "seconds/evaluate": time.perf_counter() - started})
         return stats
 
+    def do_batches(self, source: Source, update: Callable[[Sequence[Any]], tuple[float, Stats]], eval_interval: int) -> Stats:
+        """An `update` of every batch of `source`; with an `eval_dataset`, an evaluation before units 0, n, 2n, ... of an epoch (0: never)."""
+        evaluate = self.evaluate if self.setup.eval.dataset is not None else None
+        return train_batches(self.run, source, update, name=self.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
+
     def get_train_dataloader(self) -> DataLoader:
         """The training rows one by one, in the dataset's order."""
         self.setup.train.require()
@@ -168,128 +167,3 @@ class TrainerBase(TrainerAttributes):
             actor.tokenizer.save_pretrained(folder)
         for sink in (*self.sinks, *self.boards):
             sink.finish()
-
-# %% ../../nbs/60_trainers/01_base.ipynb #ba7f406e
-MAY_DIFFER = {"num_train_epochs", "num_iterations", "logging_steps", "eval_interval", "eval_num_samples", "eval_batch_size", "parallel_training", "agent_devices",
-              "critic_devices", "reference_devices", "comparator_devices", "reward_model_device", "output_dir", "policy_checkpoint_dir", "preference_replay_dir",
-              "log_reward_distribution", "comparator_api_url", "comparator_api_timeout", "comparator_api_key", "comparator_api_key_env", "comparator_api_headers",
-              "comparator_api_max_concurrency", "comparator_api_total_timeout", "history_file", "report_to"}
-
-
-def check_same_run(trainer: Any, about: Mapping[str, Any], name: str) -> None:
-    """Raise `ValueError` when the checkpoint `name` is of another trainer or of a run whose settings differ in what is learned."""
-    if about["trainer_class"] != type(trainer).__name__:
-        raise ValueError(f"{name}: it is a checkpoint of {about['trainer_class']}, this is a {type(trainer).__name__}")
-    own = {field: repr(value) for field, value in trainer.args.as_dict().items()}
-    for field, saved in about["config"].items():
-        if field not in MAY_DIFFER and own.get(field, saved) != saved:
-            raise ValueError(f"{name}: it was written with {field}={saved}, this trainer has {own[field]}; give the same value, or begin a new run")
-
-
-def check_fits(module: torch.nn.Module, saved: Mapping[str, torch.Tensor], name: str) -> None:
-    """Raise `ValueError` when saved weights are not those of a module like this one."""
-    own = module.state_dict()
-    for key in sorted(own.keys() ^ saved.keys()):
-        raise ValueError(f"{name}: {key} is {'not in the checkpoint' if key in own else 'only in the checkpoint'}; the models must be of the same kind")
-    for key, value in own.items():
-        if value.shape != saved[key].shape:
-            raise ValueError(f"{name}: {key} has shape {tuple(saved[key].shape)} in the checkpoint and {tuple(value.shape)} here")
-
-# %% ../../nbs/60_trainers/01_base.ipynb #936dcc71
-def require_writable(folder: Path) -> None:
-    """Raise `ValueError` when nothing can be written into `folder`, which is made where it is missing."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"checkpoint_dir: nothing can be written into {folder} ({error}); give another folder") from error
-
-# %% ../../nbs/60_trainers/01_base.ipynb #2d85ea37
-class Resumable(TrainerBase):
-    """A trainer whose run can be written down and taken up again; subclasses add what only they remember."""
-
-    source: Any = None
-
-    def own_state(self) -> dict[str, Any]:
-        """What only this kind of trainer remembers."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Take up `own_state` again; `folder` is the checkpoint's."""
-
-    def own_files(self) -> dict[str, Path]:
-        """Files that belong to the state: name in a checkpoint → where it is."""
-        return {}
-
-    def progress(self) -> dict[str, float]:
-        """How far the run is in every unit that a checkpoint interval can have."""
-        return {"updates": self.run.update, "epochs": 0 if self.source is None else self.source.epochs_done}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the run remembers."""
-        return {"run": self.run.state_dict(), "team": self.team.state_dict(), "references": [model.state_dict() for model in self.reference_models], "own": self.own_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Take up a state; weights are checked before anything is changed."""
-        groups = (("agent", self.team.modules, state["team"]["models"]), ("reference", self.reference_models, state["references"]))
-        for name, modules, saved in groups:
-            if len(modules) != len(saved):
-                raise ValueError(f"{folder}: it holds {len(saved)} {name} models, this trainer has {len(modules)}")
-            for index, (module, weights) in enumerate(zip(modules, saved)):
-                check_fits(module, weights, f"{folder}, {name} {index}")
-        self.load_own_state(state["own"], folder)
-        self.run.load_state_dict(state["run"])
-        for module, weights in zip(self.reference_models, state["references"]):
-            module.load_state_dict(weights)
-        self.team.load_state_dict(state["team"])
-
-    def save_checkpoint(self, output_dir: str | Path) -> None:
-        """Write the run as it stands into the new folder `output_dir`; possible at any time, also after Ctrl-C."""
-        self._write(Path(output_dir), self.sequence)
-
-    def _write(self, folder: Path, sequence: int) -> None:
-        config = {name: repr(value) for name, value in self.args.as_dict().items()}
-        about = {"trainer_class": type(self).__name__, "algorithm": self.algorithm_name, "run_id": self.run_id, "sequence": sequence, "saved_at": time.time(),
-                 "update": self.run.update, "env_step": self.run.env_step, "config": config, "wandb": self.wandb_identity()}
-        write_checkpoint(folder, self.state_dict(), about, self.own_files())
-
-    def wandb_identity(self) -> dict[str, Any] | None:
-        """What a resumed run needs to go on in the same Weights & Biases run."""
-        run = next((sink.run for sink in self.sinks if sink.run is not None), None)
-        return None if run is None else {"id": run.id, "project": run.project, "entity": run.entity}
-
-    def load_checkpoint(self, checkpoint: str | Path) -> None:
-        """Take up the run of a checkpoint folder; `train()` then goes on with it."""
-        folder = Path(checkpoint)
-        state, about = read_checkpoint(folder)
-        check_same_run(self, about, str(folder))
-        self.load_state_dict(state, folder)
-        self.run_id, self.sequence = about["run_id"], about["sequence"]
-
-    @contextmanager
-    def checkpointing(self, resume: Any, folder: Any, interval: Any, limit: Any, unit: str | None, default_unit: str = "epochs") -> Iterator[None]:
-        """Inside the block checkpoints are written where they are due; before it, the run of `resume` is taken up."""
-        if folder is not None and not isinstance(folder, (str, os.PathLike)):
-            raise ValueError(f"checkpoint_dir: None or a path is needed, got {folder!r}")
-        schedule = Schedule(Path(folder or "."), interval, unit or default_unit, limit)
-        if schedule.unit not in (*self.progress(), "minutes"):
-            raise ValueError(f"checkpoint_unit: {schedule.unit!r} given, but {self.algorithm_name} counts only {', '.join(self.progress())} and minutes")
-        found = resolve_resume(resume, folder)
-        if folder is not None:
-            require_writable(Path(folder))
-        if found is not None:
-            self.load_checkpoint(found)
-        if folder is None:
-            yield
-            return
-        keeper = Checkpoints(schedule, self.run_id, self.sequence, self._keep, self.progress)
-        self.keepers = [keeper]
-        try:
-            yield
-        finally:
-            self.keepers = []
-
-    def _keep(self, folder: Path, sequence: int) -> None:
-        self._write(folder, sequence)
-        self.sequence = sequence

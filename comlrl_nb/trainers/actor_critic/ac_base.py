@@ -5,226 +5,33 @@
 # %% ../../../nbs/60_trainers/30_ac_base.ipynb #6c3ffc43
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...actor_critic_update import ValueRule, actor_critic_update
 from ...critics import Critics
-from ...experience import JointSample, experience_stats, joint_samples, normalized
-from ...fresh_batches import Filling, FreshBatches, at_least, minibatches
-from ...history import History
+from ...experience import JointSample, experience_stats, normalized
+from ...fresh_batches import at_least
 from ...items import as_row
-from ...logprobs import completion_logprobs
-from ...loop import Batch, Once, Source, train_batches
 from ...models.actor_critic import CausalLMWithValueHead, with_value_head
 from ...models.critics import CriticPlan, check_critics
-from ...models.modes import eval_mode
 from ...plan import Plan
 from ...reference_penalty import kl_stats, with_reference_kl
-from ...rollout import rollout
 from ...setup import Inputs, Setup, prepare
 from ...streams import RandomStream, rewound_on_error
-from ..base import Resumable, check_count, check_fits, check_watchers
+from .judged_play import RolloutSample, annotated, judged, play, rollout_samples, scalars
+from ..base import check_count, check_watchers
+from ..playing import Playing
+from ..resumable import check_weights
 from ...types import Node, Stats
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['RolloutSample', 'rollout_samples', 'scalars', 'ActorCriticTrainerBase', 'actor_owners', 'play', 'judged', 'annotated',
-           'collect', 'prepared', 'filling', 'of_their_turn', 'train_source']
+__all__ = ['actor_owners', 'ActorCriticParts', 'of_their_turn', 'ActorCriticTrainerBase']
 
 # %% ../../../nbs/60_trainers/30_ac_base.ipynb #689b3f79
-@dataclass
-class RolloutSample:
-    """One completion of one agent: ids `[L]` of prompt and completion, and one-element tensors of what it earned and was expected to earn.
-
-    `reward` is unpenalised, `returns` the undiscounted sum from its turn on, `advantage` the TD error. `metadata` holds `turn_idx`,
-    `generation_idx`, `batch_item`, `value_target`, and with a reference penalty `reference_kl` and `reference_kl_penalty`.
-    """
-
-    agent_idx: int
-    prompt: str
-    completion: str
-    full_input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    prompt_len: int
-    response_len: int
-    old_logprob: torch.Tensor
-    old_value: torch.Tensor
-    reward: torch.Tensor
-    returns: torch.Tensor
-    advantage: torch.Tensor
-    normalized_advantage: torch.Tensor | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
-def rollout_samples(trainer: ActorCriticTrainerBase, samples: Sequence[JointSample]) -> list[RolloutSample]:
-    """The samples of one item as a callback sees them, turn by turn, agent by agent."""
-    coef, found = trainer.penalty, []
-    for turn in sorted({one.turn for one in samples}):
-        group = [one for one in samples if one.turn == turn]
-        for agent, actor in enumerate(trainer.team.actors):
-            mine = [one.experiences[agent] for one in group]
-            with torch.no_grad(), eval_mode(actor.model):
-                logprobs = completion_logprobs(actor.model, [one.prompt.token_ids for one in mine], [one.completion.token_ids for one in mine],
-                                               list(range(len(mine))), actor.pad_id).sums().float().cpu()
-            for place, (one, sample) in enumerate(zip(mine, group)):
-                ids = torch.tensor(one.prompt.token_ids + one.completion.token_ids)
-                value, reward, ret, error = (torch.tensor([number]) for number in (one.value, one.reward, one.ret, one.td_error))
-                known = {"turn_idx": turn, "generation_idx": sample.sample, "batch_item": sample.item, "value_target": torch.tensor([one.target])}
-                if coef:
-                    known.update(reference_kl=one.kl, reference_kl_penalty=coef * one.kl)
-                found.append(RolloutSample(agent, one.prompt.text, one.completion.text, ids, torch.ones_like(ids), len(one.prompt.token_ids),
-                                           len(one.completion.token_ids), logprobs[place:place + 1], value, reward, ret, error, None, known))
-    return found
-
-
-def scalars(metrics: Any) -> Stats:
-    """The numbers among what a metrics callback returned; the rest is dropped. Anything but a mapping is a `ValueError`."""
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"metrics_callback must return a dictionary of names and numbers, got {metrics!r}")
-    found = Stats()
-    for name, value in metrics.items():
-        try:
-            found[str(name)] = float("not a number" if isinstance(value, (str, bytes)) else value)
-        except (TypeError, ValueError, RuntimeError):
-            continue
-    return found
-
-# %% ../../../nbs/60_trainers/30_ac_base.ipynb #8e851af2
-class ActorCriticTrainerBase(Resumable):
-    """Trains actors on TD errors and critics on TD targets; subclasses make the critics."""
-
-    config_class: type
-    heads_on_actors = False
-    critic_plan: CriticPlan | None = None
-
-    def num_critics(self, args: Any) -> int:
-        """How many critic models there are."""
-        raise NotImplementedError
-
-    def make_critics(self, setup: Setup) -> Critics:
-        """The critics, on their devices; called once, after the agents are loaded."""
-        raise NotImplementedError
-
-    def _start(self, inputs: Inputs, args: Any, wandb_config: Any, metrics_callback: Any, callbacks: Any) -> None:
-        check_watchers(callbacks, wandb_config)
-        if metrics_callback is not None and not callable(metrics_callback):
-            raise ValueError(f"metrics_callback: None or a callable is needed, got {metrics_callback!r}")
-        setup = prepare(args, inputs, per_agent_rewards=True, with_references=args.reference_kl_enabled, extra_streams=("batches", "heads"),
-                        num_critics=self.num_critics(args), owners=lambda streams: self._owners(inputs, args, streams))
-        self._begin(setup, wandb_config, metrics_callback, callbacks)
-
-    def _owners(self, inputs: Inputs, args: Any, streams: Mapping[str, RandomStream]) -> Any:
-        """Asked for when all else is checked and nothing is loaded yet."""
-        if self.critic_plan is not None:
-            listed = inputs.agents if isinstance(inputs.agents, (list, tuple)) else ()
-            check_critics(self.critic_plan, [inputs.agent_model, *listed], inputs.tokenizer)
-        return actor_owners(self.heads_on_actors, self.head_size(args), streams["heads"])
-
-    def _begin(self, setup: Setup, wandb_config: Any, metrics_callback: Any, callbacks: Any) -> None:
-        """Go on from a team that is checked and loaded."""
-        if metrics_callback is not None:
-            setup = replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.callback_metrics)))
-        if setup.args.reference_kl_enabled:
-            setup = replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, self.divergence)))
-        super().__init__(setup, callbacks, wandb_config)
-        args = setup.args
-        self.metrics_callback, self.source = metrics_callback, None
-        self.critic_group = self.make_critics(setup)
-        self.critics = [] if self.heads_on_actors else self.critic_group.models
-        self.critic_optimizers = self.critic_group.optimizers
-        self.pending: list[Stats] = []
-        if args.reference_kl_enabled:
-            self.reference_models = clone_reference_models(self.team.models, devices=setup.placement.references)
-
-    def head_size(self, args: Any) -> int | None:
-        """The hidden size of heads on the actors."""
-        return None
-
-    @property
-    def value_rule(self) -> ValueRule:
-        return ValueRule(self.args.value_loss_coef)
-
-    @property
-    def penalty(self) -> float:
-        """What a unit of KL costs, 0 without references."""
-        return self.args.reference_kl_coef if self.args.reference_kl_enabled else 0.0
-
-    @property
-    def samples_per_item(self) -> int:
-        return self.args.num_generations
-
-    def plan(self) -> Plan:
-        """What training costs at most, per item and in all. Several turns are a chain: one sample per turn."""
-        return Plan(len(self.team), self.args.num_generations, self.args.num_turns, False, self.setup.train.length, self.args.num_train_epochs)
-
-    def rollout(self, item: Mapping[str, Any], num: int | None = None) -> Node:
-        """One item played by the team, with returns and TD errors as advantages. `num` samples (only 1 with several turns). Nothing is updated."""
-        count = self.samples_per_item if num is None else check_count(num, "num")
-        if count > 1 and self.args.num_turns > 1:
-            raise ValueError(f"num: 1 is needed with num_turns={self.args.num_turns} (turns are a chain, not a tree), got {count}")
-        tree, = play(self, [as_row(item, "item", 0)], 0, count, "rollout")
-        return annotated(tree, judged(self, [tree])[0])
-
-    def step(self, items: Iterable[Mapping[str, Any]]) -> Stats:
-        """Play `items` and make one update on all that was played."""
-        rows = [as_row(item, "items", index) for index, item in enumerate(items)]
-        if not rows:
-            return Stats()
-        with self.watched():
-            started = time.perf_counter()
-            samples = prepared(self, collect(self, rows, 0))
-            batch = Batch(samples, 0, 0, len(rows), len(rows), len(samples), Stats({"seconds/rollout": time.perf_counter() - started}))
-            return train_source(self, Once(batch), eval_interval=0)
-
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
-        """Play and learn from the training dataset `num_train_epochs` times; after an interruption, go on where it stopped.
-
-        `generation` are further keywords for `generate`.
-
-        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` epochs (or what `checkpoint_unit` names: "updates", "minutes"), the newest
-        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
-        """
-        self.setup.train.require()
-        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit), self.watched(), self.team.generating_with(generation):
-            if self.source is None:
-                self.source = FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
-            train_source(self, self.source, self.args.eval_interval)
-            self.run.flush()
-        self.source = None
-        return self.history
-
-    def own_state(self) -> dict[str, Any]:
-        return {"source": None if self.source is None else self.source.state_dict(), "critics": [critic.state_dict() for critic in self.critics],
-                "critic_optimizers": [optimizer.state_dict() for optimizer in self.critic_optimizers], "pending": [Stats(one) for one in self.pending]}
-
-    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        for index, (critic, saved) in enumerate(zip(self.critics, state["critics"], strict=True)):
-            check_fits(critic, saved, f"{folder}, critic {index}")
-        for owner, saved in zip((*self.critics, *self.critic_optimizers), (*state["critics"], *state["critic_optimizers"]), strict=True):
-            owner.load_state_dict(saved)
-        self.pending = list(state["pending"])
-        self.source = None if state["source"] is None else FreshBatches(self.setup.train, filling(self), self.args.num_train_epochs)
-        if self.source is not None:
-            self.source.load_state_dict(state["source"])
-
-    def divergence(self, nodes: Sequence[Node]) -> Stats:
-        """How far the policies are from their references on played items, and what that costs."""
-        played = [node for tree in with_reference_kl(self.team, self.reference_models, nodes) for node in tree.walk()]
-        return kl_stats(played, self.penalty)
-
-    def callback_metrics(self, nodes: Sequence[Node]) -> Stats:
-        """What the metrics callback says about played items, the mean over items."""
-        if self.args.reference_kl_enabled:
-            nodes = with_reference_kl(self.team, self.reference_models, nodes)
-        return Stats.mean(scalars(self.metrics_callback(rollout_samples(self, samples))) for samples in judged(self, nodes))
-
-
 def actor_owners(heads: bool, hidden_dim: int | None, stream: RandomStream) -> Callable[[Sequence[Any], Sequence[str | None]], list[CausalLMWithValueHead]]:
     """Wraps loaded actors, with a value head if `heads`; actors that are one object share one wrapper. New heads start from `stream`."""
     def wrap(models: Sequence[Any], names: Sequence[str | None]) -> list[CausalLMWithValueHead]:
@@ -239,55 +46,78 @@ def actor_owners(heads: bool, hidden_dim: int | None, stream: RandomStream) -> C
         return [known[id(model)] for model in models]
     return wrap
 
+# %% ../../../nbs/60_trainers/30_ac_base.ipynb #8e851af2
+class ActorCriticParts(Playing):
+    """A team with critics, and what is saved of them; subclasses make the critics."""
+
+    config_class: type
+    heads_on_actors = False
+    critic_plan: CriticPlan | None = None
+
+    def num_critics(self, args: Any) -> int:
+        """How many critic models there are."""
+        raise NotImplementedError
+
+    def make_critics(self, setup: Setup) -> Critics:
+        """The critics, on their devices; called once, after the agents are loaded."""
+        raise NotImplementedError
+
+    def head_size(self, args: Any) -> int | None:
+        """The hidden size of heads on the actors."""
+        return None
+
+    @property
+    def penalty(self) -> float:
+        """What a unit of KL costs, 0 without references."""
+        return self.args.reference_kl_coef if self.args.reference_kl_enabled else 0.0
+
+    def _start(self, inputs: Inputs, args: Any, wandb_config: Any, metrics_callback: Any, callbacks: Any) -> None:
+        check_watchers(callbacks, wandb_config, metrics_callback)
+        setup = prepare(args, inputs, per_agent_rewards=True, with_references=args.reference_kl_enabled, extra_streams=("batches", "heads"),
+                        num_critics=self.num_critics(args), owners=lambda streams: self._owners(inputs, args, streams))
+        self._begin(setup, wandb_config, metrics_callback, callbacks)
+
+    def _owners(self, inputs: Inputs, args: Any, streams: Mapping[str, RandomStream]) -> Any:
+        """Asked for when all else is checked and nothing is loaded yet."""
+        if self.critic_plan is not None:
+            listed = inputs.agents if isinstance(inputs.agents, (list, tuple)) else ()
+            check_critics(self.critic_plan, [inputs.agent_model, *listed], inputs.tokenizer)
+        return actor_owners(self.heads_on_actors, self.head_size(args), streams["heads"])
+
+    def _begin(self, setup: Setup, wandb_config: Any, metrics_callback: Any, callbacks: Any) -> None:
+        """Go on from a team that is checked and loaded."""
+        also = [*([] if metrics_callback is None else [self.callback_metrics]), *([self.divergence] if setup.args.reference_kl_enabled else [])]
+        super().__init__(replace(setup, evaluation=replace(setup.evaluation, also=(*setup.evaluation.also, *also))), callbacks, wandb_config)
+        self.metrics_callback, self.pending = metrics_callback, []
+        self.critic_group = self.make_critics(self.setup)
+        self.critics = [] if self.heads_on_actors else self.critic_group.models
+        self.critic_optimizers = self.critic_group.optimizers
+        if self.args.reference_kl_enabled:
+            self.reference_models = clone_reference_models(self.team.models, devices=setup.placement.references)
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "critics": [critic.state_dict() for critic in self.critics],
+                "critic_optimizers": [optimizer.state_dict() for optimizer in self.critic_optimizers], "pending": [Stats(one) for one in self.pending]}
+
+    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        check_weights({"critic": (self.critics, state["critics"])}, str(folder))
+        for owner, saved in zip((*self.critics, *self.critic_optimizers), (*state["critics"], *state["critic_optimizers"]), strict=True):
+            owner.load_state_dict(saved)
+        self.pending = list(state["pending"])
+        super().load_own_state(state, folder)
+
+    def divergence(self, nodes: Sequence[Node]) -> Stats:
+        """How far the policies are from their references on played items, and what that costs."""
+        played = [node for tree in with_reference_kl(self.team, self.reference_models, nodes) for node in tree.walk()]
+        return kl_stats(played, self.penalty)
+
+    def callback_metrics(self, nodes: Sequence[Node]) -> Stats:
+        """What the metrics callback says about played items, the mean over items."""
+        if self.args.reference_kl_enabled:
+            nodes = with_reference_kl(self.team, self.reference_models, nodes)
+        return Stats.mean(scalars(self.metrics_callback(rollout_samples(self, samples))) for samples in judged(self, nodes))
+
 # %% ../../../nbs/60_trainers/30_ac_base.ipynb #db67bf5d
-def play(trainer: ActorCriticTrainerBase, rows: Sequence[Mapping[str, Any]], first_index: int, num: int | None = None, purpose: str = "policy") -> list[Node]:
-    """One tree per row: K joint responses in one turn, or a chain of turns; with KL estimates where there are references."""
-    setup = trainer.setup
-    trees = rollout(rows, setup.roles, trainer.team, setup.reward, num or trainer.args.num_generations, purpose, first_index, setup.turns)
-    return with_reference_kl(trainer.team, trainer.reference_models, trees) if trainer.args.reference_kl_enabled else trees
-
-
-def judged(trainer: ActorCriticTrainerBase, trees: Sequence[Node]) -> list[list[JointSample]]:
-    """The joint samples of each tree, with the critics' present values."""
-    nodes = [node for tree in trees for node in tree.walk()]
-    values, texts = trainer.critic_group.values(trainer.team, nodes), [trainer.critic_group.reader.texts(node) for node in nodes]
-    by_node = lambda column: {id(node): own for node, own in zip(nodes, column)}
-    values, texts = by_node(values), by_node(texts)
-    return [joint_samples(tree, values, texts, trainer.args.discount, trainer.penalty) for tree in trees]
-
-
-def annotated(tree: Node, samples: Sequence[JointSample]) -> Node:
-    """The tree with each joint response's return (mean over agents) and each completion's TD error as advantage."""
-    own = [sample for sample in samples if sample.turn == tree.turn]
-    returns = tuple(sum(one.ret for one in sample.experiences) / len(sample.experiences) for sample in own)
-    advantages = tuple(tuple(sample.experiences[agent].td_error for sample in own) for agent in range(len(tree.generations)))
-    return replace(tree, returns=returns, advantages=advantages, children=tuple(annotated(child, samples) for child in tree.children))
-
-
-def collect(trainer: ActorCriticTrainerBase, rows: Sequence[Mapping[str, Any]], first_index: int) -> list[JointSample]:
-    """Play rows and judge them; stopped halfway, the random streams are as before."""
-    with rewound_on_error(trainer.setup.streams.values()):
-        trees = play(trainer, rows, first_index)
-        samples = judged(trainer, trees)
-        own_metrics = [] if trainer.metrics_callback is None else [scalars(trainer.metrics_callback(rollout_samples(trainer, own))) for own in samples]
-        trainer.run.events.on_nodes("policy", [annotated(tree, own) for tree, own in zip(trees, samples)])
-    trainer.pending += own_metrics
-    return [sample for own in samples for sample in own]
-
-
-def prepared(trainer: ActorCriticTrainerBase, samples: Sequence[JointSample]) -> list[JointSample]:
-    """The samples of a full buffer, with advantages z-scored per agent and turn where that is asked for."""
-    return normalized(samples) if trainer.args.advantage_normalization else list(samples)
-
-
-def filling(trainer: ActorCriticTrainerBase) -> Filling:
-    """How training fills its buffer: whole items, at least `rollout_buffer_size` joint samples; minibatches of `train_batch_size`, one turn each."""
-    args, stream = trainer.args, trainer.setup.streams["batches"]
-    return Filling(collect=lambda rows, first_index: collect(trainer, rows, first_index), per_item=args.num_generations * args.num_turns,
-                   prepare=lambda samples: minibatches(prepared(trainer, samples), args.train_batch_size, stream),
-                   capacity=args.rollout_buffer_size, cut=at_least, streams=[trainer.setup.streams[f"policy {index}"] for index in range(len(trainer.team))])
-
-
 def of_their_turn(samples: Sequence[JointSample], stats: Stats) -> Stats:
     """`agent_i/turn_k/...` of losses and gradient norms, where an update is about one turn."""
     turns = {sample.turn for sample in samples}
@@ -296,14 +126,52 @@ def of_their_turn(samples: Sequence[JointSample], stats: Stats) -> Stats:
                   if f"agent_{agent}/{name}" in stats}) if len(turns) == 1 else Stats()
 
 
-def train_source(trainer: ActorCriticTrainerBase, source: Source, eval_interval: int) -> Stats:
-    """Run the loop over `source`, evaluating before items 0, n, 2n, ... of an epoch where there is an `eval_dataset`."""
-    args = trainer.args
+class ActorCriticTrainerBase(ActorCriticParts):
+    """Trains actors on TD errors and critics on TD targets; subclasses make the critics."""
 
-    def update(samples: Sequence[JointSample]) -> tuple[float, Stats]:
-        loss, stats = actor_critic_update(trainer.team, trainer.critic_group, samples, trainer.value_rule, skip_nonfinite=args.on_nonfinite == "skip")
-        own, trainer.pending = Stats.mean(trainer.pending), []
-        return loss, Stats({**own, **experience_stats(samples, trainer.penalty, args.reference_kl_enabled), **stats, **of_their_turn(samples, stats)})
+    cut = staticmethod(at_least)
 
-    evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
-    return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
+    @property
+    def value_rule(self) -> ValueRule:
+        return ValueRule(self.args.value_loss_coef)
+
+    @property
+    def samples_per_item(self) -> int:
+        return self.args.num_generations
+
+    @property
+    def entries_per_item(self) -> int:
+        return self.args.num_generations * self.args.num_turns
+
+    def plan(self) -> Plan:
+        """What training costs at most, per item and in all. Several turns are a chain: one sample per turn."""
+        return Plan(len(self.team), self.args.num_generations, self.args.num_turns, False, self.setup.train.length, self.args.num_train_epochs)
+
+    def rollout(self, item: Mapping[str, Any], num: int | None = None) -> Node:
+        """One item played by the team, with returns and TD errors as advantages. `num` samples (only 1 with several turns). Nothing is updated."""
+        count = self.samples_per_item if num is None else check_count(num, "num")
+        if count > 1 and self.args.num_turns > 1:
+            raise ValueError(f"num: 1 is needed with num_turns={self.args.num_turns} (turns are a chain, not a tree), got {count}")
+        tree, = play(self, [as_row(item, "item", 0)], 0, count, "rollout")
+        return annotated(tree, judged(self, [tree])[0])
+
+    def played(self, rows: Sequence[Mapping[str, Any]], first_index: int) -> list[JointSample]:
+        """Play rows and judge them; stopped halfway, the random streams are as before."""
+        with rewound_on_error(self.setup.streams.values()):
+            trees = play(self, rows, first_index)
+            samples = judged(self, trees)
+            own_metrics = [] if self.metrics_callback is None else [scalars(self.metrics_callback(rollout_samples(self, own))) for own in samples]
+            self.run.events.on_nodes("policy", [annotated(tree, own) for tree, own in zip(trees, samples)])
+        self.pending += own_metrics
+        return [sample for own in samples for sample in own]
+
+    def prepared(self, samples: Sequence[JointSample]) -> list[JointSample]:
+        """The samples of a full buffer, with advantages z-scored per agent and turn where that is asked for."""
+        return normalized(samples) if self.args.advantage_normalization else list(samples)
+
+    def update(self, samples: Sequence[JointSample]) -> tuple[float, Stats]:
+        """One update of every actor and critic."""
+        args = self.args
+        loss, stats = actor_critic_update(self.team, self.critic_group, samples, self.value_rule, skip_nonfinite=args.on_nonfinite == "skip")
+        own, self.pending = Stats.mean(self.pending), []
+        return loss, Stats({**own, **experience_stats(samples, self.penalty, args.reference_kl_enabled), **stats, **of_their_turn(samples, stats)})

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 
 from ...history import History
-from ...loop import ShuffledEpochs, train_batches
+from ...loop import ShuffledEpochs
 from ...setup import NUM_AGENTS, Inputs, prepare, resolve_args
 from ...streams import rewound_on_error
-from ..base import Resumable, check_count, check_watchers
+from ..base import check_count, check_watchers
 from ..collecting import check_pairs, collect_pairs
 from ..configs import MADPOConfig
+from ..resumable import Resumable
 from ...types import PreferencePair, Stats
 from ...update import madpo_update, reference_margins
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['MADPOTrainer', 'steps_per_pair', 'pair_batches', 'train_source', 'last_token']
+__all__ = ['MADPOTrainer', 'steps_per_pair', 'shuffled', 'pair_batches', 'train_source', 'last_token']
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #1966432c
 class MADPOTrainer(Resumable):
@@ -43,7 +44,6 @@ class MADPOTrainer(Resumable):
         args = resolve_args(args, self.config_class, num_agents, inputs.agents)
         check_watchers(callbacks, wandb_config)
         super().__init__(prepare(args, inputs, with_references=args.dpo_reference, extra_streams=self.extra_streams(args)), callbacks, wandb_config)
-        self.source: ShuffledEpochs | None = None
         if args.dpo_reference:
             self.reference_models = clone_reference_models(self.agents, devices=self.setup.placement.references)
 
@@ -97,11 +97,10 @@ class MADPOTrainer(Resumable):
         return {"source": None if self.source is None else {"entries": self.source.entries, "batches": self.source.state_dict()}}
 
     def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        self.source = None
-        if state["source"] is not None:
-            args = self.args
-            self.source = ShuffledEpochs(state["source"]["entries"], args.train_batch_size, args.num_train_epochs, self.setup.streams["pairs"], steps_per_pair(args))
-            self.source.load_state_dict(state["source"]["batches"])
+        saved = state["source"]
+        self.source = None if saved is None else shuffled(self, saved["entries"], self.args.num_train_epochs)
+        if saved is not None:
+            self.source.load_state_dict(saved["batches"])
 
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #019e3ae0
 def steps_per_pair(args: MADPOConfig) -> int:
@@ -109,15 +108,21 @@ def steps_per_pair(args: MADPOConfig) -> int:
     return args.environment_steps_per_pair if args.use_environment_step else 0
 
 
+def shuffled(trainer: MADPOTrainer, entries: Sequence[tuple[PreferencePair, torch.Tensor | None]], epochs: int, batch_size: int | None = None) -> ShuffledEpochs:
+    """Shuffled passes over (pair, reference margins `[N]` or None) in batches of `batch_size` (None: `train_batch_size`)."""
+    args = trainer.args
+    return ShuffledEpochs(entries, batch_size or args.train_batch_size, epochs, trainer.setup.streams["pairs"], steps_per_pair(args))
+
+
 def pair_batches(trainer: MADPOTrainer, pairs: Sequence[PreferencePair], epochs: int, batch_size: int | None = None) -> ShuffledEpochs:
-    """Shuffled passes over (pair, reference margins `[N]` or None) in batches of `batch_size` (None: `train_batch_size`).
+    """The same of `pairs`, with the references' margins where there are references.
 
     The references never move, so their margins are computed once, however many epochs follow.
     """
     args, frozen = trainer.args, [None] * len(pairs)
     if args.dpo_reference and pairs:
         frozen = list(reference_margins(trainer.team, trainer.reference_models, pairs, last_token(args)).unbind(1))
-    return ShuffledEpochs(list(zip(pairs, frozen)), batch_size or args.train_batch_size, epochs, trainer.setup.streams["pairs"], steps_per_pair(args))
+    return shuffled(trainer, list(zip(pairs, frozen)), epochs, batch_size)
 
 
 def train_source(trainer: MADPOTrainer, source: ShuffledEpochs, eval_interval: int) -> Stats:
@@ -129,8 +134,7 @@ def train_source(trainer: MADPOTrainer, source: ShuffledEpochs, eval_interval: i
         reference = torch.stack(frozen, dim=1) if args.dpo_reference else None
         return madpo_update(trainer.team, pairs, args.dpo_beta, last_token(args), reference, skip_nonfinite=args.on_nonfinite == "skip")
 
-    evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
-    return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
+    return trainer.do_batches(source, update, eval_interval)
 
 
 def last_token(args: MADPOConfig) -> bool:

@@ -24,9 +24,10 @@ from ...setup import NUM_AGENTS, Inputs, Setup, is_central, prepare, resolve_arg
 from ...streams import rewound_on_error
 from ..actor_critic.ac_base import actor_owners
 from ..back_ends import BACKENDS, CriticBackend, ReinforceBackend, WholeText, backend_args, with_critic_devices
-from ..base import Resumable, check_watchers
+from ..base import check_watchers
 from ..collecting import Collected, check_pairs, collect_pairs
 from ..configs import MARLHFConfig
+from ..resumable import Resumable
 from ..reward_phase import RewardPhase, judge_stats
 from ...types import Node, PreferencePair, Stats
 
@@ -118,6 +119,11 @@ class MARLHFParts(Resumable):
     def judge_metrics(self, nodes: Sequence[Node]) -> Stats:
         """The judge's mean score on freshly sampled nodes, and its correlation with their task reward; empty before it is fitted."""
         return judge_stats(self.phase.learned, self.rl.setup.roles, nodes)
+
+    def evaluate(self, num_eval_samples: int | None = None) -> Stats:
+        """Task reward of one joint response per held-out item, and how the judge's scores of them go with it."""
+        with self.watched():
+            return self.rl.evaluate(num_eval_samples)
 
     def progress(self) -> dict[str, float]:
         return self.rl.progress()
@@ -216,8 +222,3 @@ class MARLHFTrainer(MARLHFParts):
                 self.rl.train(**generation)
         self._begin_anew()
         return self.history
-
-    def evaluate(self, num_eval_samples: int | None = None) -> Stats:
-        """Task reward of one joint response per held-out item, and how the judge's scores of them go with it."""
-        with self.watched():
-            return self.rl.evaluate(num_eval_samples)

@@ -5,34 +5,29 @@
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #3baafc41
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ...credit import CreditRule, credited
-from ...fresh_batches import Filling, FreshBatches, minibatches
-from ...history import History
 from ...items import as_row
-from ...loop import Batch, Once, Source, train_batches
 from ...plan import Plan
 from ...policy_update import policy_update
 from ...reference_penalty import kl_stats, with_reference_kl
 from ...rollout import node_stats, rollout
 from ...setup import NUM_AGENTS, Inputs, Setup, prepare, resolve_args
 from ...streams import rewound_on_error
-from ..base import Resumable, check_count, check_watchers
+from ..base import check_count, check_watchers
 from ..configs import MAGRPOConfig, MAREINFORCEConfig, MARLOOConfig, MAReMaxConfig
+from ..playing import Playing
 from ...types import Node, Stats
 from ...utils.reference_kl import clone_reference_models
 
 # %% auto #0
-__all__ = ['MAGRPOTrainer', 'play', 'loose', 'filling', 'fresh_batches', 'train_source', 'MAREINFORCETrainer', 'MARLOOTrainer',
-           'MAReMaxTrainer']
+__all__ = ['MAGRPOTrainer', 'play', 'loose', 'MAREINFORCETrainer', 'MARLOOTrainer', 'MAReMaxTrainer']
 
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #b70b4520
-class MAGRPOTrainer(Resumable):
+class MAGRPOTrainer(Playing):
     """Trains the agents on the advantages of their own joint responses within groups; the baseline is the group's mean."""
 
     algorithm_name = "MAGRPO"
@@ -57,7 +52,6 @@ class MAGRPOTrainer(Resumable):
         super().__init__(setup, callbacks, wandb_config)
         args = setup.args
         self.rule = CreditRule(args.discount, args.advantage_mode, args.advantage_normalization, args.reference_kl_coef)
-        self.source: FreshBatches | None = None
         if args.reference_kl_enabled:
             self.reference_models = clone_reference_models(self.agents, devices=setup.placement.references)
 
@@ -71,41 +65,18 @@ class MAGRPOTrainer(Resumable):
         count = self.args.num_generations if num is None else check_count(num, "num", minimum=2)
         return play(self, [as_row(item, "item", 0)], 0, count, purpose="rollout")[0]
 
-    def step(self, items: Iterable[Mapping[str, Any]]) -> Stats:
-        """Play `items` and make one update on all of their nodes."""
-        rows = [as_row(item, "items", index) for index, item in enumerate(items)]
-        if not rows:
-            return Stats()
-        with self.watched():
-            started = time.perf_counter()
-            nodes = loose(play(self, rows, 0))
-            batch = Batch(nodes, 0, 0, len(rows), len(rows), sum(node.env_steps for node in nodes), Stats({"seconds/rollout": time.perf_counter() - started}))
-            return train_source(self, Once(batch), eval_interval=0)
+    def played(self, rows: Sequence[Mapping[str, Any]], first_index: int) -> list[Node]:
+        """All nodes of the trees of `rows`, each for itself."""
+        return loose(play(self, rows, first_index))
 
-    def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
-        """Play and learn from the training dataset `num_train_epochs` times; after an interruption, go on where it stopped.
+    @property
+    def entries_per_item(self) -> int:
+        return self.plan().nodes_per_item
 
-        `generation` are further keywords for `generate`, for example `repetition_penalty=1.1`.
-
-        Checkpoints go into `checkpoint_dir` after every `checkpoint_interval` epochs (or what `checkpoint_unit` names: "updates", "minutes"), the newest
-        `checkpoint_total_limit` are kept; `resume_from_checkpoint` is True, "latest" or a folder.
-        """
-        self.setup.train.require()
-        with self.checkpointing(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit, checkpoint_unit), self.watched(), self.team.generating_with(generation):
-            if self.source is None:
-                self.source = fresh_batches(self)
-            train_source(self, self.source, self.args.eval_interval)
-            self.run.flush()
-        self.source = None
-        return self.history
-
-    def own_state(self) -> dict[str, Any]:
-        return {"source": None if self.source is None else self.source.state_dict()}
-
-    def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        self.source = None if state["source"] is None else fresh_batches(self)
-        if self.source is not None:
-            self.source.load_state_dict(state["source"])
+    def update(self, nodes: Sequence[Node]) -> tuple[float, Stats]:
+        """One policy-gradient step of every agent."""
+        loss, stats = policy_update(self.team, nodes, skip_nonfinite=self.args.on_nonfinite == "skip")
+        return loss, Stats({**node_stats(nodes), **kl_stats(nodes, self.args.reference_kl_coef), **stats})
 
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #d4d0ca4b
 def play(trainer: MAGRPOTrainer, rows: Sequence[Mapping[str, Any]], first_index: int, num: int | None = None, purpose: str = "policy") -> list[Node]:
@@ -123,31 +94,6 @@ def play(trainer: MAGRPOTrainer, rows: Sequence[Mapping[str, Any]], first_index:
 def loose(trees: Sequence[Node]) -> list[Node]:
     """All nodes of the trees, parents first, each for itself."""
     return [replace(node, children=()) for tree in trees for node in tree.walk()]
-
-
-def filling(trainer: MAGRPOTrainer) -> Filling:
-    """How training fills its buffer of `rollout_buffer_size` nodes and cuts it into minibatches of `train_batch_size`."""
-    args, stream = trainer.args, trainer.setup.streams["batches"]
-    return Filling(collect=lambda rows, first_index: loose(play(trainer, rows, first_index)), per_item=trainer.plan().nodes_per_item,
-                   prepare=lambda nodes: minibatches(nodes, args.train_batch_size, stream), capacity=args.rollout_buffer_size,
-                   streams=[trainer.setup.streams[f"policy {index}"] for index in range(len(trainer.team))])
-
-
-def fresh_batches(trainer: MAGRPOTrainer) -> FreshBatches:
-    """The supply of training: all epochs over the training dataset."""
-    return FreshBatches(trainer.setup.train, filling(trainer), trainer.args.num_train_epochs)
-
-
-def train_source(trainer: MAGRPOTrainer, source: Source, eval_interval: int) -> Stats:
-    """Run the loop over `source`, evaluating before items 0, n, 2n, ... of an epoch where there is an `eval_dataset`."""
-    args = trainer.args
-
-    def update(nodes: Sequence[Node]) -> tuple[float, Stats]:
-        loss, stats = policy_update(trainer.team, nodes, skip_nonfinite=args.on_nonfinite == "skip")
-        return loss, Stats({**node_stats(nodes), **kl_stats(nodes, args.reference_kl_coef), **stats})
-
-    evaluate = trainer.evaluate if trainer.setup.eval.dataset is not None else None
-    return train_batches(trainer.run, source, update, name=trainer.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
 
 # %% ../../../nbs/60_trainers/20_magrpo.ipynb #b9c2a61a
 class MAREINFORCETrainer(MAGRPOTrainer):
