@@ -22,6 +22,7 @@ from ..items import as_row, walk
 from ..loop import Run, Source, train_batches, watched
 from ..schedulers.device_scheduler import unwrap_model
 from ..rollout import rollout
+from ..saved import write_team
 from ..setup import Setup
 from ..sinks import make_sinks
 from ..streams import rewound_on_error
@@ -160,10 +161,11 @@ class TrainerBase(TrainerAttributes):
         return None if dataset is None else loader(dataset, self.args.eval_batch_size)
 
     def save_model(self, output_dir: str | Path) -> None:
-        """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer; `from_pretrained` reads them back."""
+        """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer; `from_pretrained` reads one, `comlrl_nb.saved` all of them back."""
         for index, actor in enumerate(self.team.actors):
             folder = Path(output_dir) / f"agent_{index}"
             unwrap_model(actor.module).save_pretrained(folder)
             actor.tokenizer.save_pretrained(folder)
+        write_team(output_dir, self.team.modules)
         for sink in (*self.sinks, *self.boards):
             sink.finish()
