@@ -380,6 +380,25 @@ def test_what_waits_is_written_at_the_end(tmp_path):
     assert strict(path) == [train_row(1)]
 
 
+def test_what_waits_is_forgotten_with_the_rows_of_a_run_that_went_back(tmp_path):
+    sink, path, history = JsonlSink(tmp_path / "h.jsonl"), tmp_path / "h.jsonl", History()
+    for n in (1, 2, 3):
+        row = history.add("train", n, 2 * n, {"loss": 1 / n})
+        if n == 3:
+            path.rename(tmp_path / "away")
+            path.mkdir()
+            with pytest.raises(OSError, match="Is a directory"):
+                sink.on_row(row)
+            path.rmdir()
+            (tmp_path / "away").rename(path)
+        else:
+            sink.on_row(row)
+    history.rows = history.rows[:1]
+    sink.on_start(history)
+    sink.on_row(history.add("train", 2, 4, {"loss": 0.75}))
+    assert strict(path) == list(history)
+
+
 # boards
 
 def scalars(folder):
@@ -403,13 +422,25 @@ def test_tensorboard_shows_the_history(tmp_path):
         assert found[name] == [(step, pytest.approx(value, rel=1e-6, abs=1e-30)) for step, value in trainer.history[name].items()], name
 
 
-def test_tensorboard_is_up_to_date_without_an_end(tmp_path):
+def test_tensorboard_has_written_a_row_when_the_next_event_comes(tmp_path):
     pytest.importorskip("tensorboard")
-    trainer = run(tmp_path, report_to=["tensorboard"])
-    stopped(trainer, 3)
-    assert len(scalars(trainer.folder / "tensorboard")["loss"]) == 3
+
+    class Late(Callback):
+        """What is still to be written after a row was told."""
+        found, rows = [], 0
+
+        def on_row(self, row):
+            place = trainer.folder / "tensorboard"
+            size = sum(path.stat().st_size for path in place.iterdir())
+            trainer.boards[0].writer.flush()
+            self.found.append(sum(path.stat().st_size for path in place.iterdir()) - size)
+            if row["kind"] == "train":
+                self.rows += 1
+                assert len(scalars(place)["loss"]) == self.rows
+
+    trainer = run(tmp_path, report_to=["tensorboard"], callbacks=[Late()])
     trainer.train()
-    assert len(scalars(trainer.folder / "tensorboard")["loss"]) == len(trainer.history["loss"]) > 3
+    assert Late.found == [0] * len(trainer.history) and len(Late.found) > 4
 
 
 def test_tensorboard_takes_what_is_not_finite(tmp_path):
