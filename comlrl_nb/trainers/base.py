@@ -22,7 +22,6 @@ from ..items import as_row, walk
 from ..loop import Run, Source, train_batches, watched
 from ..schedulers.device_scheduler import unwrap_model
 from ..rollout import rollout
-from ..saved import write_team
 from ..setup import Setup
 from ..sinks import make_sinks
 from ..streams import rewound_on_error
@@ -147,8 +146,7 @@ class TrainerBase(TrainerAttributes):
 
     def do_batches(self, source: Source, update: Callable[[Sequence[Any]], tuple[float, Stats]], eval_interval: int) -> Stats:
         """An `update` of every batch of `source`; with an `eval_dataset`, an evaluation before units 0, n, 2n, ... of an epoch (0: never)."""
-        evaluate = self.evaluate if self.setup.eval.dataset is not None else None
-        return train_batches(self.run, source, update, name=self.algorithm_name, evaluate=evaluate, eval_interval=eval_interval)
+        return train_batches(self.run, source, update, name=self.algorithm_name, evaluate=None if self.setup.eval.dataset is None else self.evaluate, eval_interval=eval_interval)
 
     def get_train_dataloader(self) -> DataLoader:
         """The training rows one by one, in the dataset's order."""
@@ -161,11 +159,10 @@ class TrainerBase(TrainerAttributes):
         return None if dataset is None else loader(dataset, self.args.eval_batch_size)
 
     def save_model(self, output_dir: str | Path) -> None:
-        """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer; `from_pretrained` reads one, `comlrl_nb.saved` all of them back."""
+        """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer; `from_pretrained` reads them back."""
         for index, actor in enumerate(self.team.actors):
             folder = Path(output_dir) / f"agent_{index}"
             unwrap_model(actor.module).save_pretrained(folder)
             actor.tokenizer.save_pretrained(folder)
-        write_team(output_dir, self.team.modules)
         for sink in (*self.sinks, *self.boards):
             sink.finish()
