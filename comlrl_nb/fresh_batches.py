@@ -20,7 +20,8 @@ from .streams import RandomStream
 from .types import Stats
 
 # %% auto #0
-__all__ = ['Entry', 'minibatches', 'exactly', 'at_least', 'plain', 'fingerprint', 'Rows', 'SameDraws', 'Filling', 'FreshBatches']
+__all__ = ['Entry', 'minibatches', 'exactly', 'at_least', 'plain', 'fingerprint', 'Rows', 'SameDraws', 'Filling', 'Buffer',
+           'FreshBatches']
 
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #3620a277
 class Entry(Protocol):
@@ -156,46 +157,71 @@ class Filling:
     streams: Sequence[RandomStream] = ()
 
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #d612c783
+class Buffer:
+    """What has been played and not yet learned from: `waiting` entries, and the minibatches of full buffers, which are `ready`."""
+
+    def __init__(self, filling: Filling):
+        self.filling = filling
+        self.waiting: list[Any] = []
+        self.ready: list[list[Any]] = []
+
+    def add(self, entries: Sequence[Any]) -> None:
+        full, waiting = self.filling.cut([*self.waiting, *entries], self.filling.capacity)
+        self.ready, self.waiting = [*self.ready, *(batch for each in full for batch in self.filling.prepare(each))], waiting  # nothing is lost when `prepare` raises
+
+    def use_what_waits(self) -> None:
+        self.ready, self.waiting = [*self.ready, *self.filling.prepare(self.waiting)], []
+
+    @property
+    def rows_missing(self) -> int:
+        """So many items fill it, when each gives all it can."""
+        return max(1, -(-(self.filling.capacity - len(self.waiting)) // self.filling.per_item))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"buffer": list(self.waiting), "ready": [list(batch) for batch in self.ready]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.waiting, self.ready = list(state["buffer"]), [list(batch) for batch in state["ready"]]
+
+# %% ../nbs/50_training/05a_fresh_batches.ipynb #58deb3cf
 class FreshBatches:
     """A supply of minibatches from `epochs` passes over `items`; `filling.collect(rows, first_index)` plays rows."""
 
     def __init__(self, items: Items, filling: Filling, epochs: int):
         self.rows, self.filling, self.epochs, self.draws = Rows(items), filling, epochs, SameDraws(filling.streams)
+        self.buffer, self.stats = Buffer(filling), Stats()
         self.epoch, self.reported = 0, 0
-        self.buffer: list[Any] = []
-        self.ready: list[list[Any]] = []
-        self.stats = Stats()
 
     def current(self) -> Batch | None:
-        while not self.ready and self.epoch < self.epochs:
+        while not self.buffer.ready and self.epoch < self.epochs:
             self._fill()
-        if not self.ready:
+        if not self.buffer.ready:
             return None
-        entries = self.ready[0]
+        entries = self.buffer.ready[0]
         return Batch(entries, self.epoch, self.reported, self.rows.position, self.rows.items.length, sum(entry.env_steps for entry in entries), self.stats)
 
     def done(self) -> None:
-        self.ready, self.reported, self.stats = self.ready[1:], self.rows.position, Stats()
+        self.buffer.ready, self.reported, self.stats = self.buffer.ready[1:], self.rows.position, Stats()
 
     @property
     def epochs_done(self) -> int:
         """Whole epochs whose entries have all been learned from."""
-        return self.epoch + (not self.ready and not self.buffer and self.epoch < self.epochs and self.rows.position > 0 and self.rows.at_end())
+        return self.epoch + (not self.buffer.ready and not self.buffer.waiting and self.epoch < self.epochs and self.rows.position > 0 and self.rows.at_end())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the supply stands, with what has been played and not yet learned from."""
-        return {"epoch": self.epoch, "reported": self.reported, "buffer": list(self.buffer), "ready": [list(batch) for batch in self.ready], "stats": self.stats,
-                "before": self.draws.before, **self.rows.state_dict()}
+        return {"epoch": self.epoch, "reported": self.reported, "stats": self.stats, "before": self.draws.before, **self.buffer.state_dict(), **self.rows.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same dataset; other rows are a `ValueError`, and nothing is changed."""
         self.rows.load_state_dict(state)
         self.epoch, self.reported, self.draws.before = state["epoch"], state["reported"], list(state.get("before", []))
-        self.buffer, self.ready, self.stats = list(state["buffer"]), [list(batch) for batch in state["ready"]], Stats(state["stats"])
+        self.buffer.load_state_dict(state)
+        self.stats = Stats(state["stats"])
 
     def _fill(self) -> None:
         """Play the items that fill the buffer; at the end of an epoch use what is left, then begin the next."""
-        if rows := self.rows.take(max(1, -(-(self.filling.capacity - len(self.buffer)) // self.filling.per_item))):
+        if rows := self.rows.take(self.buffer.rows_missing):
             started = time.perf_counter()
             self.draws.attempt()
             entries = self.filling.collect(rows, self.rows.position)
@@ -206,16 +232,15 @@ class FreshBatches:
                 self._end_epoch()
 
     def _keep(self, entries: list[Any], seconds: float) -> None:
-        full, self.buffer = self.filling.cut([*self.buffer, *entries], self.filling.capacity)
-        self.ready += [batch for each in full for batch in self.filling.prepare(each)]
+        self.buffer.add(entries)
         self.rows.played()
         self.draws.succeeded()
         rate = sum(entry.tokens for entry in entries) / max(seconds, 1e-9)
         self.stats = Stats({"seconds/rollout": self.stats.get("seconds/rollout", 0.0) + seconds, "tokens_per_second": rate})
 
     def _end_epoch(self) -> None:
-        if self.buffer:
-            self.ready, self.buffer = self.filling.prepare(self.buffer), []
+        if self.buffer.waiting:
+            self.buffer.use_what_waits()
         else:
             self.epoch, self.reported = self.epoch + 1, 0
             self.rows.next_epoch()

@@ -2,6 +2,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -175,3 +176,29 @@ def test_the_state_is_plain(monkeypatch, tmp_path):
     state = trainer.source.state_dict()
     back = unpack(json.loads(json.dumps(packer.pack(state))), packer.tensors)
     assert state["before"] and differs(state["before"], back["before"]) == ""
+
+
+@pytest.mark.parametrize("name", ["MAGRPO", "IAC-heads"])
+def test_an_error_while_minibatches_are_made_loses_no_row(name, monkeypatch, tmp_path):
+    expected, failed = finished(make(name, tmp_path / "0")), []
+    trainer = make(name, tmp_path / "first")
+    real = trainer.supply
+
+    def fails_once(prepare):
+        def prepared(entries):
+            if not failed:
+                failed.append(len(entries))
+                raise MemoryError
+            return prepare(entries)
+        return prepared
+
+    def supply():
+        source = real()
+        source.filling = source.buffer.filling = replace(source.filling, prepare=fails_once(source.filling.prepare))
+        return source
+
+    monkeypatch.setattr(trainer, "supply", supply)
+    with pytest.raises(MemoryError):
+        trainer.train()
+    trainer.train()
+    assert failed and differs(expected, outcome(trainer)) == ""
