@@ -140,11 +140,16 @@ class Run:
 
     def __init__(self, logging_steps: int):
         self.update, self.env_step = 0, 0
-        self.evaluated_before: int | None = None
+        self.evaluation_began: tuple[int, int] | None = None  # the update, and the rows there were
         self.history = History()
         self.meter = Meter(self.history, logging_steps)
         self.events = Callbacks()
         self.watching = False
+
+    @property
+    def evaluated(self) -> bool:
+        """Has an evaluation that began at this update been told?"""
+        return self.evaluation_began is not None and self.evaluation_began[0] == self.update and len(self.history) > self.evaluation_began[1]
 
     def count(self, stats: Stats, env_steps: int, units: int = 1) -> None:
         """One update is done: move the clocks and report its metrics; the epoch is `units` further on."""
@@ -166,10 +171,10 @@ class Run:
             self.events.on_row(row)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"update": self.update, "env_step": self.env_step, "evaluated_before": self.evaluated_before, "history": self.history.state_dict(), "meter": self.meter.state_dict()}
+        return {"update": self.update, "env_step": self.env_step, "evaluation_began": self.evaluation_began, "history": self.history.state_dict(), "meter": self.meter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.update, self.env_step, self.evaluated_before = state["update"], state["env_step"], state["evaluated_before"]
+        self.update, self.env_step, self.evaluation_began = state["update"], state["env_step"], state["evaluation_began"]
         self.history.load_state_dict(state["history"])
         self.meter.load_state_dict(state["meter"])
 
@@ -202,13 +207,9 @@ def train_batches(run: Run, source: Source, update: Callable[[Sequence[Any]], tu
     """
     seen: list[Stats] = []
     while (batch := source.current()) is not None:
-        if evaluate is not None and batch.reaches(eval_interval) and run.evaluated_before != run.update:  # not again when an interrupted update is done anew
-            rows = len(run.history)
-            try:
-                evaluate()
-            finally:
-                if len(run.history) > rows:
-                    run.evaluated_before = run.update
+        if evaluate is not None and batch.reaches(eval_interval) and not run.evaluated:  # not again when an interrupted update is done anew
+            run.evaluation_began = (run.update, len(run.history))
+            evaluate()
         if (batch.start == 0 and batch.stop > 0) or not seen:
             run.events.on_phase(f"{name} epoch {batch.epoch + 1}", None if batch.total is None else batch.total - batch.start)
         started = time.perf_counter()

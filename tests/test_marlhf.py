@@ -737,7 +737,7 @@ def test_interrupted_before_an_update_of_the_judge(at, monkeypatch):
     assert_goes_on(make(**WHOLE))
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 12, 16, 20])
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 11, 14])
 def test_interrupted_while_the_judge_reads(at):
     """In the fit, in its tests, in the policy phase, in evaluations."""
     model = judge()
