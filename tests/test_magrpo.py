@@ -1185,8 +1185,8 @@ TINY = dict(num_train_epochs=1, train_dataset=rows(3), rollout_buffer_size=2, tr
 FILES = ("comlrl_nb/fresh_batches.py", "comlrl_nb/loop.py", "reinforce/magrpo.py", "trainers/playing.py", "trainers/base.py", "trainers/resumable.py")
 
 
-def stopped_at(line):
-    """A run that Ctrl-C stopped before this line of its own code, and that was started again; None when it has fewer lines."""
+def stopped_at(line, updates):
+    """A run that Ctrl-C stopped before this line of its own code, and that was started again if it had not made its `updates`; None when it has fewer lines."""
     trainer = make(team(("gpt2", "gpt2")), **TINY)
     trace, left = ctrl_c_at_line(line, FILES)
     before = sys.gettrace()
@@ -1196,7 +1196,8 @@ def stopped_at(line):
         return None
     except KeyboardInterrupt:
         sys.settrace(before)
-        trainer.train()
+        if trainer.run.update < updates or trainer.source is not None:  # else only the way out was interrupted
+            trainer.train()
     finally:
         sys.settrace(before)
     return trainer
@@ -1206,7 +1207,7 @@ def broken_lines(lines):
     plain = trained(team(("gpt2", "gpt2")), **TINY)
     wrong = []
     for line in lines:
-        trainer = stopped_at(line)
+        trainer = stopped_at(line, plain.run.update)
         if trainer is None:
             break
         if not same(weights(trainer), weights(plain)) or unclocked(trainer.history) != unclocked(plain.history) or trainer.env_step != plain.env_step:
