@@ -435,7 +435,6 @@ def test_other_critics_are_refused(tmp_path):
     assert differs(before, outcome(other)) == ""
 
 
-@pytest.mark.xfail(strict=True, reason="critics are loaded before the supply of batches says no")
 def test_other_rows_are_refused_before_a_critic_moves(tmp_path):
     stopped(trainer := make("IAC", tmp_path / "runs", callbacks=[Stop(2)]))
     trainer.save_checkpoint(tmp_path / "saved")
@@ -446,7 +445,6 @@ def test_other_rows_are_refused_before_a_critic_moves(tmp_path):
     assert differs(before, outcome(other)) == ""
 
 
-@pytest.mark.xfail(strict=True, reason="the judge's weights are not looked at before critics and batches are taken up")
 def test_another_judge_is_refused_before_anything_changes(tmp_path):
     stopped(trainer := make("MARLHF-maac", tmp_path / "runs", callbacks=[Stop(9)]))
     trainer.save_checkpoint(tmp_path / "saved")
@@ -457,7 +455,6 @@ def test_another_judge_is_refused_before_anything_changes(tmp_path):
     assert differs(before, outcome(other)) == ""
 
 
-@pytest.mark.xfail(strict=True, reason="batches are taken up before the replay folder says no")
 def test_a_replay_folder_of_another_run_is_refused_before_anything_changes(tmp_path):
     stopped(trainer := make("MADPOIter", tmp_path / "runs", callbacks=[Stop(6)]))
     trainer.save_checkpoint(tmp_path / "saved")

@@ -20,6 +20,7 @@ from ..callbacks import Callback
 from ..checkpoints import Checkpoints, Schedule, resolve_resume
 from ..packing import read_checkpoint, write_checkpoint
 from ..setup import Setup
+from ..streams import rewound_on_error
 from .base import TrainerBase
 
 # %% auto #0
@@ -128,7 +129,8 @@ class Resumable(TrainerBase):
         folder = Path(checkpoint)
         state, about = read_checkpoint(folder)
         check_same_run(self, about, str(folder))
-        self.load_state_dict(state, folder)
+        with rewound_on_error(self.setup.streams.values()):
+            self.load_state_dict(state, folder)
         self.run_id, self.sequence = about["run_id"], about["sequence"]
 
     @contextmanager

@@ -20,6 +20,7 @@ from ..reward_text import JointTextReader, LearnedReward
 from ..rollout import Roles
 from ..setup import Setup
 from ..streams import RandomStream, rewound_on_error
+from .resumable import check_fits
 from ..types import Node, PreferencePair, Stats
 
 # %% auto #0
@@ -158,15 +159,25 @@ class RewardPhase:
         learned = None if self.learned.model is None else self.learned.model.state_dict()
         return {"done": self.done, "learned": learned, "fit": None if self.going is None else self.going.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state; judges are made anew, so the streams are to be restored afterwards."""
-        self.done, self.going = state["done"], None
-        if state["learned"] is not None:
-            judge = self._fresh()
-            judge.model.load_state_dict(state["learned"])
+    def judges_of(self, state: Mapping[str, Any], name: str) -> tuple[LearnedReward | None, Fit | None]:
+        """The judge and the fit of a state, made anew, so that the streams are to be restored afterwards. ValueError where its weights are not this judge's."""
+        learned, fit = state["learned"], state["fit"]
+        judge = None if learned is None else self._like(learned, name)
+        if judge is not None:
+            judge.model.load_state_dict(learned)
+        return judge, None if fit is None else Fit.resumed(fit, self._like(fit["model"], name), self.args, self.setup.streams["reward"])
+
+    def _like(self, weights: Mapping[str, Any], name: str) -> LearnedReward:
+        """A fresh judge that can hold these weights."""
+        judge = self._fresh()
+        check_fits(judge.model, weights, f"{name}, reward model")
+        return judge
+
+    def take_up(self, state: Mapping[str, Any], judge: LearnedReward | None, going: Fit | None) -> None:
+        """Go on from a state with the judges that were made of it."""
+        if judge is not None:
             self._freeze(judge)
-        if state["fit"] is not None:
-            self.going = Fit.resumed(state["fit"], self._fresh(), self.args, self.setup.streams["reward"])
+        self.done, self.going = state["done"], going
 
 # %% ../../nbs/60_trainers/03_reward_phase.ipynb #de3bd6df
 def judge_stats(learned: LearnedReward, roles: Roles, nodes: Sequence[Node]) -> Stats:

@@ -101,10 +101,10 @@ class ActorCriticParts(Playing):
 
     def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
         check_weights({"critic": (self.critics, state["critics"])}, str(folder))
+        super().load_own_state(state, folder)
         for owner, saved in zip((*self.critics, *self.critic_optimizers), (*state["critics"], *state["critic_optimizers"]), strict=True):
             owner.load_state_dict(saved)
         self.pending = list(state["pending"])
-        super().load_own_state(state, folder)
 
     def divergence(self, nodes: Sequence[Node]) -> Stats:
         """How far the policies are from their references on played items, and what that costs."""

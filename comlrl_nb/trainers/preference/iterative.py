@@ -73,8 +73,8 @@ class MADPOIterTrainer(MADPOTrainer):
         return self.rounds.files()
 
     def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        super().load_own_state(state, folder)
         self.rounds.load_state_dict(state["rounds"], folder)
+        super().load_own_state(state, folder)
 
 # %% ../../../nbs/60_trainers/50_iterative.ipynb #4fc2a3d4
 class MARLHFIterTrainer(MARLHFTrainer):
@@ -138,5 +138,5 @@ class MARLHFIterTrainer(MARLHFTrainer):
         return self.rounds.files()
 
     def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        super().load_own_state(state, folder)
         self.rounds.load_state_dict(state["rounds"], folder)
+        super().load_own_state(state, folder)

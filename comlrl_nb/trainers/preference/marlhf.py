@@ -133,8 +133,9 @@ class MARLHFParts(Resumable):
         return {"collected": collected, "phase": self.phase.state_dict(), "rl": self.rl.own_state()}
 
     def load_own_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        judges = self.phase.judges_of(state["phase"], str(folder))
         self.rl.load_own_state(state["rl"], folder)
-        self.phase.load_state_dict(state["phase"])
+        self.phase.take_up(state["phase"], *judges)
         self.collected = None if state["collected"] is None else Collected(**state["collected"])
 
     def _begin_anew(self) -> None:
