@@ -119,8 +119,11 @@ class Judge:
     """Chooses between joint responses by asking `model` in both orders; `counts` says what it found and how often.
 
     `question` writes a comparison as text, `read` finds the verdict in an answer, `retries` is how often an unreadable one is asked
-    for again, `opponents` how many others each joint response meets when several are scored (None: all).
+    for again, `opponents` how many others each joint response meets when several are scored (None: all). Its scores are `relative`:
+    they compare the texts of one call, so that iterative trainers hand it both sides of an item in one call.
     """
+
+    relative = True
 
     def __init__(self, model: Answering, question: Callable[[Comparison], str] = which_is_better,
                  read: Callable[[str | None], Verdict | None] = read_verdict, *, retries: int = 1, opponents: int | None = None) -> None:

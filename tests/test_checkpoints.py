@@ -147,7 +147,7 @@ class Rows:
 
 @pytest.mark.parametrize("changes", [dict(shuffle=True, train_dataset=rows(10)), dict(train_dataset=Rows(7)), dict(shuffle=True, train_dataset=rows(10), rollout_buffer_size=4, train_batch_size=2)])
 @pytest.mark.parametrize("n", [3, 5])
-def test_the_same_items_in_the_same_order(changes, n, tmp_path):
+def test_the_same_items_in_the_same_order(changes, n, tmp_path):  # C74
     def run(told, stop=0):
         def reward(*texts, batch_items):
             told.append(batch_items[0]["answer"])
@@ -245,12 +245,12 @@ def test_wrong_arguments_are_named(given, named, tmp_path):
 
 
 @pytest.mark.parametrize("limit, expected", [(1, [11]), (2, [10, 11]), (None, list(range(1, 12)))])
-def test_rotation_is_numeric(limit, expected, tmp_path):
+def test_rotation_is_numeric(limit, expected, tmp_path):  # C72
     small(tmp_path / "runs", num_train_epochs=11, train_dataset=rows(1), rollout_buffer_size=1).train(checkpoint_dir=tmp_path / "kept", checkpoint_total_limit=limit)
     assert {*kept(tmp_path / "kept")} == {f"checkpoint-{n}" for n in expected}
 
 
-def test_foreign_folders_and_files_stay(tmp_path):
+def test_foreign_folders_and_files_stay(tmp_path):  # C72
     place = tmp_path / "kept"
     for name in ("checkpoint-1000", "checkpoint-2", "checkpoint-x", "checkpoint-", "mine", ".unfinished-checkpoint-1-someone-1"):
         (place / name).mkdir(parents=True)
@@ -515,7 +515,7 @@ class Fault:
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_save_that_fails_leaves_training_and_earlier_checkpoints_whole(what, of_rounds, monkeypatch, tmp_path):
+def test_a_save_that_fails_leaves_training_and_earlier_checkpoints_whole(what, of_rounds, monkeypatch, tmp_path):  # C71
     place, (owner, name, error) = tmp_path / "kept", FAULTS[what]
 
     class Break(Stop):
@@ -541,7 +541,7 @@ def test_a_save_that_fails_leaves_training_and_earlier_checkpoints_whole(what, o
 
 
 @pytest.mark.parametrize("deadly", range(1, 40, 3))
-def test_killed_between_any_two_writes_of_a_save(deadly, tmp_path):
+def test_killed_between_any_two_writes_of_a_save(deadly, tmp_path):  # C71
     """A child that dies without a chance to clean up; the checkpoint before is taken up."""
     trainer = stopped(small(tmp_path / "runs", callbacks=[Stop(2)]))
     trainer.save_checkpoint(tmp_path / "kept" / "checkpoint-1")
@@ -698,7 +698,7 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name, devices", [("MAGRPO", dict(agent_devices=["cpu", "cpu:1"])), ("IAC", dict(agent_devices=["cpu:1", "cpu"], critic_devices=["cpu", "cpu:1"])),
                                            ("MADPO-reference", dict(agent_devices=["cpu:1", "cpu"], reference_devices=["cpu", "cpu:1"]))])
-def test_loaded_on_other_devices(name, devices, root, tmp_path):
+def test_loaded_on_other_devices(name, devices, root, tmp_path):  # C70
     stopped(trainer := make(name, tmp_path / "runs", callbacks=[Stop(3)]))
     trainer.save_checkpoint(tmp_path / "saved")
     other = taken_up(name, tmp_path / "saved", tmp_path / "again", parallel_training="mp", **devices)
@@ -741,7 +741,7 @@ def test_another_stream_disturbs_none():
             assert torch.equal(first, torch.rand(3))
 
 
-def test_the_first_sample_after_resuming_is_the_next_one(tmp_path):
+def test_the_first_sample_after_resuming_is_the_next_one(tmp_path):  # C76
     """Not the first one of the run, and not one that a new seed gives."""
     def run(texts, stop=0):
         return small(tmp_path / "runs", callbacks=[Stop(stop)], reward_func=lambda *own: (texts.append(own), reinforce_runs.letters(*own))[1])

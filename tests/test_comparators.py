@@ -543,3 +543,35 @@ def test_a_failing_server_leaves_the_run_where_it_was(serving):
         trainer.train(), whole.train()
     assert_same_run(trainer, whole)
     assert len(files(trainer.rounds.store.index.folder)) == 2
+
+
+def test_the_key_is_in_nothing_that_a_run_leaves(serving, tmp_path):  # C67
+    """Neither in its files nor in what it shows, after a good round and after a provider that repeats the key in its refusal."""
+    from comlrl_nb.utils.reward_utils import set_reward_range
+    from remote_servers import Reply
+    key, refused = "sk-SECRET-9876543210", []
+
+    def ranged(first, second):
+        return letters(first, second)
+
+    set_reward_range(ranged, -5.0, 5.0)
+
+    def answer(seen):
+        if seen.headers.get("authorization") != f"Bearer {key}":
+            refused.append(seen)
+        if len(server.seen) > 6:
+            return Reply(401, {"error": {"message": f"the key {key} has no credit"}})
+        return echo(seen)
+
+    with serving(answer) as server:
+        trainer = make(comparator_policy="api", comparator_api_url=server.url, comparator_api_key=key, reward_func=ranged, history_file=str(tmp_path / "history.jsonl"),
+                       log_reward_distribution=True, output_dir=str(tmp_path / "runs"))
+        with pytest.raises(Exception) as caught:
+            trainer.train(checkpoint_dir=tmp_path / "kept", checkpoint_interval=1, checkpoint_unit="updates")
+        trainer.save_checkpoint(tmp_path / "by hand")
+        trainer.save_model(tmp_path / "model")
+    assert not refused and "401" in str(caught.value) and len(stored(trainer)) == 1
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"history.jsonl", "iteration_0001.json", "state.json", "metadata.json"} <= {path.name for path in left}
+    shown = [str(caught.value), repr(caught.value), repr(caught.value.__cause__), repr(trainer), repr(trainer.args), str(trainer.history), repr(list(trainer.history)), repr(trainer.rounds.comparator)]
+    assert [path for path in left if key[3:].encode() in path.read_bytes()] == [] and [text for text in shown if key[3:] in text] == []

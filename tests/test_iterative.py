@@ -245,7 +245,7 @@ def test_weights_by_age_are_those_of_the_formula():
     assert list(found) == [3, 2, 1] and list(found.values()) == pytest.approx([0.8 ** age / (1 + 0.8 + 0.64) for age in range(3)])
 
 
-def test_a_replayed_pair_is_the_pair_that_was_collected(monkeypatch):
+def test_a_replayed_pair_is_the_pair_that_was_collected(monkeypatch):  # C50
     """Texts that do not survive another encoding come back with the sampled ids, and score bit for bit as they did."""
     trainer = make(num_iterations=2, preference_replay_mode="all_history", preference_replay_sample_size=30, num_train_epochs=1)
     collected, real = [], trainer.rounds.store.store

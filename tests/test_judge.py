@@ -6,6 +6,7 @@ from comlrl_nb.judge import Comparison, Judge, LocalModel, label_in, meetings, r
 from comlrl_nb.remote_formats import Answer, Chat, Request
 from comlrl_nb.streams import RandomStream
 from comlrl_nb.toy import micro_model, micro_tokenizer
+import iterative_runs
 from madpo_runs import make, weights, same
 from remote_servers import chat, serving
 
@@ -207,3 +208,19 @@ def test_a_question_is_rendered_with_the_chat_template():
 
 def test_labels():
     assert label_in("The first response is better") == label_in("'A'") == "first" and label_in("winner") is None
+
+
+@pytest.mark.parametrize("kind", ["MADPO", "MARLHF"])
+def test_rounds_with_a_judge(kind, tmp_path, monkeypatch):
+    """Both sides of a round, of different sizes, meet before the judge; its labels are what is stored and learned from."""
+    monkeypatch.chdir(tmp_path)
+    model = Scripted(longer)
+    trainer = iterative_runs.make(kind, reward_func=Judge(model), preference_num_candidates=4, comparator_num_candidates=3, preference_pairs_per_sample=None, pair_selection="all")
+    before = weights(trainer)
+    trainer.train()
+    pairs = [pair for content in iterative_runs.stored(trainer) for pair in content["pairs"]]
+    written = lambda pair, side: sum(map(len, pair[f"{side}_completions"]))
+    assert pairs and model.asked and all(written(pair, "winner") > written(pair, "loser") for pair in pairs)
+    ours = {pair["target_raw_reward"] == pair["winner_reward"] for pair in pairs}
+    assert ours == {True, False}, "either side wins somewhere"
+    assert not same(before, weights(trainer))

@@ -203,7 +203,7 @@ def test_texts_that_cannot_be_judged():
 
 @pytest.mark.parametrize("hidden", [None, 6])
 @pytest.mark.parametrize("kind, dtype", [("gpt2", torch.float32), ("llama", torch.float32), ("gpt2", torch.float64), ("gpt2", torch.bfloat16)])  # a converted llama rotates in bfloat16, a loaded one does not
-def test_c42_heads_are_read_back_bit_for_bit(tmp_path, kind, hidden, dtype):
+def test_c42_heads_are_read_back_bit_for_bit(tmp_path, kind, hidden, dtype):  # C42
     model = headed(kind, dtype, hidden, seed=3)
     model.save_pretrained(tmp_path)
     torch.manual_seed(99)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,11 +32,11 @@ from .base import TrainerBase
 from .collecting import ROWS_PER_CALL, batches_of
 from .preference.centralized import checked_adapter
 from ..types import Node, PreferencePair, Stats
-from ..utils.reward_utils import resolve_reward_range
+from ..utils.reward_utils import Reward, resolve_reward_range
 
 # %% auto #0
-__all__ = ['Comparison', 'judge_answers', 'compare', 'check_rounds', 'build_comparator', 'comparator_streams', 'rewound_while',
-           'Standing', 'Rounds', 'round_stats']
+__all__ = ['Comparison', 'Unscored', 'judge_sides', 'compare', 'check_rounds', 'build_comparator', 'comparator_streams',
+           'rewound_while', 'Standing', 'Rounds', 'round_stats']
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #56d8691d
 @dataclass
@@ -50,28 +50,38 @@ class Comparison:
     comparator: list[float] = field(default_factory=list)
 
 
-def judge_answers(answers: JointAnswers, node: Node, roles: Roles, reward: Any, index: int) -> Side:
-    """The comparator's candidates of an item with their scores."""
-    reading = roles.read(node.item)
+class Unscored:
+    """Stands in for a reward function that wants to see both sides first: nothing has a score yet."""
+
+    def score(self, prompts: Sequence[str], texts: Sequence[Sequence[str]], item: Mapping[str, Any], item_index: int | None = None) -> list[Reward]:
+        return [Reward((0.0,), (0.0,)) for _ in texts]
+
+
+def judge_sides(answers: JointAnswers, node: Node, roles: Roles, reward: Any, index: int, together: bool) -> tuple[Node, Side]:
+    """The node of an item, and the comparator's candidates with their scores; `together` has both sides scored in one call."""
     known = [k for k, joint in enumerate(answers.joints) if joint is not None]
     parts = [roles.split([completion.text for completion in answers.joints[k]], node.item) for k in known]
     texts = [part if part is not None else ("",) * roles.num_roles for part in parts]
-    scores = reward.score(roles.told(reading, node.generations), texts, node.item, index) if known else []
-    mean = lambda values: sum(values) / len(values)
-    return Side(answers.joints, {k: mean(score.rewards) for k, score in zip(known, scores)}, {k: mean(score.raw) for k, score in zip(known, scores)})
+    own = [joint.texts for joint in node.joints] if together else []
+    scores = reward.score(roles.told(roles.read(node.item), node.generations), [*own, *texts], node.item, index) if own or texts else []
+    ours, theirs = scores[:len(own)], scores[len(own):]
+    if together:
+        node = replace(node, joints=tuple(replace(joint, rewards=score.rewards, raw_rewards=score.raw) for joint, score in zip(node.joints, ours, strict=True)))
+    return node, Side(answers.joints, {k: fmean(score.rewards) for k, score in zip(known, theirs)}, {k: fmean(score.raw) for k, score in zip(known, theirs)})
 
 
 def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, iteration: int, items: Sequence[Mapping[str, Any]] | None = None) -> Comparison:
     """Compare on `items` (None: every training item)."""
     setup, args, found, stats, started = trainer.setup, trainer.args, Comparison(), [], time.perf_counter()
-    rng = setup.streams["pairs"].python
+    rng, together = setup.streams["pairs"].python, getattr(getattr(reward, "func", None), "relative", False)
     with comparator.source.opened(iteration):
         trainer.run.events.on_phase(f"compare round {iteration}", setup.train.length if items is None else len(items))
         for batch in batches_of(setup.train.epoch() if items is None else items, max(1, ROWS_PER_CALL // args.preference_num_candidates)):
-            nodes = rollout(batch, roles, trainer.team, reward, args.preference_num_candidates, first_index=len(stats))
+            nodes = rollout(batch, roles, trainer.team, Unscored() if together else reward, args.preference_num_candidates, first_index=len(stats))
             answers = comparator.answers([roles.read(item) for item in batch], batch, args.comparator_candidates)
-            for node, answer in zip(nodes, answers):
-                side = judge_answers(answer, node, roles, reward, len(stats))
+            for place, answer in enumerate(answers):
+                nodes[place], side = judge_sides(answer, nodes[place], roles, reward, len(stats), together)
+                node = nodes[place]
                 theirs = {"comparator_reward_mean": fmean(side.rewards.values())} if side.rewards else {}
                 pairs, counts = compared(node, side, args.pair_selection, args.preference_pairs_per_sample, rng)
                 found.pairs += pairs
