@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -19,17 +20,44 @@ from .models.reward import JointRewardModel
 from .utils.tokenizer_utils import load_tokenizer
 
 # %% auto #0
-__all__ = ['TEAM_FILE', 'write_team', 'agent_folders', 'load_agents', 'load_critics', 'load_reward_model']
+__all__ = ['TEAM_FILE', 'write_team', 'owners_of', 'read_team', 'as_one', 'agent_folders', 'load_agents', 'load_critics',
+           'load_reward_model']
 
 # %% ../nbs/50_training/08_saved.ipynb #99205dcc
 TEAM_FILE = "team.json"
 
 
-def write_team(folder: str | os.PathLike, models: Sequence[nn.Module]) -> None:
-    """Note in `folder` which of the agents are the same object: for each agent the index of the first that is."""
+def write_team(folder: str | os.PathLike, agents: Sequence[nn.Module], critics: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+    """Note in `folder` which agents, and which `critics` (folder in it → model), are the same object: for each the index of the first that is."""
+    known = {"agents": owners_of(agents), "critics": dict(zip(critics, owners_of(list(critics.values()))))}
+    (Path(folder) / TEAM_FILE).write_text(json.dumps(known, indent=1), encoding="utf-8")
+
+
+def owners_of(models: Sequence[nn.Module]) -> list[int]:
+    """For each model the index of the first that is the same object."""
     first: dict[int, int] = {}
-    owners = [first.setdefault(id(model), index) for index, model in enumerate(models)]
-    (Path(folder) / TEAM_FILE).write_text(json.dumps({"agents": owners}), encoding="utf-8")
+    return [first.setdefault(id(model), index) for index, model in enumerate(models)]
+
+
+def read_team(folder: str | os.PathLike) -> dict[str, Any]:
+    """What `write_team` noted in `folder`. ValueError where it cannot be understood."""
+    file = Path(folder) / TEAM_FILE
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        for owners in (known["agents"], list(known["critics"].values())):
+            if any(type(owner) is not int or not 0 <= owner <= index or owners[owner] != owner for index, owner in enumerate(owners)):
+                raise ValueError("an index that is not that of an earlier model")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file} is missing or not what save_model wrote ({error}); save the team again, or load its folders one by one with from_pretrained") from error
+    return known
+
+
+def as_one(places: Sequence[Path], owners: Sequence[int], load: Callable[[Path], nn.Module]) -> list[nn.Module]:
+    """The models in `places`, loaded once for those that are one object."""
+    models: list[nn.Module] = []
+    for index, owner in enumerate(owners):
+        models.append(models[owner] if owner < index else load(places[index]))
+    return models
 
 
 def agent_folders(folder: str | os.PathLike) -> list[Path]:
@@ -47,14 +75,11 @@ def load_agents(folder: str | os.PathLike, **model_kwargs: Any) -> LoadedAgents:
 
     `trainer_class(agents=loaded.models, tokenizer=loaded.tokenizers, ...)` goes on with them. `model_kwargs` go to `from_pretrained`.
     """
-    folders = agent_folders(folder)
-    file = Path(folder) / TEAM_FILE
-    owners = json.loads(file.read_text(encoding="utf-8"))["agents"] if file.exists() else list(range(len(folders)))
-    if len(owners) != len(folders):
-        raise ValueError(f"{file} tells of {len(owners)} agents, {os.fspath(folder)} holds {len(folders)}: a folder is missing, or files of two teams are mixed")
-    models: list[nn.Module] = []
-    for index, owner in enumerate(owners):
-        models.append(models[owner] if owner < index else _agent(folders[index], model_kwargs))
+    folders, owners = agent_folders(folder), read_team(folder)["agents"]
+    if len(owners) > len(folders):
+        raise ValueError(f"{Path(folder) / TEAM_FILE} tells of {len(owners)} agents, {os.fspath(folder)} holds {len(folders)}: a folder is missing")
+    folders = folders[:len(owners)]
+    models = as_one(folders, owners, lambda place: _agent(place, model_kwargs))
     return LoadedAgents(models, [load_tokenizer(os.fspath(each)) for each in folders], os.fspath(folders[0]), [os.fspath(each) for each in folders])
 
 
@@ -65,13 +90,17 @@ def _agent(folder: Path, model_kwargs: dict[str, Any]) -> nn.Module:
 
 # %% ../nbs/50_training/08_saved.ipynb #f1adb221
 def load_critics(folder: str | os.PathLike, **model_kwargs: Any) -> list[CausalLMWithValueHead]:
-    """The critics that `save_model` wrote into `folder`: the team's one, or one per agent. ValueError where there is none, or where one has no head."""
-    places = [Path(folder) / "critic"] if (Path(folder) / "critic").is_dir() else [each / "critic" for each in agent_folders(folder)]
-    for place in places:
+    """The critics that `save_model` wrote into `folder`: the team's one, or one per agent, one object where they were one.
+
+    ValueError where there is none, or where one has no head.
+    """
+    known = read_team(folder)["critics"]
+    places = [Path(folder) / name for name in known]
+    for place in places or [Path(folder)]:
         if not (place / HEAD_FILE).exists():
             raise ValueError(f"{place} holds no critic with a value head; critics are saved by MAAC and by IAC with use_separate_critic=True, "
                              "heads on the actors come with load_agents")
-    return [CausalLMWithValueHead.from_pretrained(place, **model_kwargs) for place in places]
+    return as_one(places, list(known.values()), lambda place: CausalLMWithValueHead.from_pretrained(place, **model_kwargs))
 
 
 def load_reward_model(folder: str | os.PathLike, **model_kwargs: Any) -> JointRewardModel:

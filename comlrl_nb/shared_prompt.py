@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,19 +19,30 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .logprobs import prefill
 from .models.modes import is_plain_library_model
 
 # %% auto #0
-__all__ = ['NAME', 'SharedPromptLayer', 'shared_prompt_attention', 'can_share_prompt', 'sharing_prompt']
+__all__ = ['NAME', 'PromptPart', 'SharedPromptLayer', 'shared_prompt_attention', 'can_share_prompt', 'reads_shared_prompts',
+           'sharing_prompt']
 
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #8e038035
+@dataclass
+class PromptPart:
+    """Keys and values `[B, heads, P, dim]` of B prompts; `read` once attention has looked at them."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    read: bool = False
+
+
 class SharedPromptLayer(DynamicLayer):
     """Keys and values of B prompts `[B, heads, P, dim]`, and room for `capacity` own tokens of `num` samples of each."""
 
     def __init__(self, layer: DynamicLayer, num: int, capacity: int):
         super().__init__()
         self.device, self.dtype, self.is_initialized = layer.keys.device, layer.keys.dtype, True
-        self.prompt = (layer.keys, layer.values)
+        self.prompt = PromptPart(layer.keys, layer.values)
         shape = (layer.keys.shape[0] * num, layer.keys.shape[1], capacity, layer.keys.shape[3])
         self.key_room, self.value_room = layer.keys.new_empty(shape), layer.values.new_empty((*shape[:3], layer.values.shape[3]))
         self._show(0)
@@ -40,7 +53,7 @@ class SharedPromptLayer(DynamicLayer):
         self.keys.shared_prompt = self.prompt
 
     def get_seq_length(self) -> int:
-        return self.prompt[0].shape[-2] + self.own
+        return self.prompt.keys.shape[-2] + self.own
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         end = self.own + key_states.shape[-2]
@@ -58,7 +71,8 @@ def shared_prompt_attention(module: nn.Module, query: torch.Tensor, key: torch.T
     prompt = getattr(key, "shared_prompt", None)
     if prompt is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    (prompt_keys, prompt_values), (rows, heads, length, dim) = prompt, query.shape
+    prompt.read = True
+    prompt_keys, prompt_values, (rows, heads, length, dim) = prompt.keys, prompt.values, query.shape
     count, kv_heads, past, _ = prompt_keys.shape
     num, group = rows // count, heads // kv_heads
     query = query * (dim**-0.5 if scaling is None else scaling)
@@ -84,12 +98,37 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #7cf2e318
 def can_share_prompt(model: nn.Module, cache: Any) -> bool:
-    """On a processor, with the library's exchangeable attention without caps or windows, and plain cache layers?"""
+    """On a processor, with the library's exchangeable attention without caps or windows, and plain cache layers, for a model that was seen to read them?"""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     plain = getattr(text, "_attn_implementation", None) in ("sdpa", NAME) and getattr(text, "attn_logit_softcapping", None) is None
     exchangeable = getattr(model, "_supports_attention_backend", False) and is_plain_library_model(model)
-    return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers)
+    return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers) and reads_shared_prompts(model)
+
+
+_seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def reads_shared_prompts(model: nn.Module) -> bool:
+    """Does a step on a shared prompt give the logits of whole texts? Tried once per model, on four tokens.
+
+    Attention that unfolds or repeats what the cache returns (latent attention, for one) would lose the prompt without an error.
+    """
+    if model not in _seen:
+        device = next(model.parameters()).device
+        ids = torch.tensor([[0, 1, 2]], device=device)
+        try:
+            before = prefill(model, ids, torch.ones_like(ids, dtype=torch.bool))
+            before.cache.layers = layers = [SharedPromptLayer(layer, 2, 1) for layer in before.cache.layers]
+            with sharing_prompt(model):
+                step = model(input_ids=torch.tensor([[3], [3]], device=device), attention_mask=torch.ones(2, 4, dtype=torch.long, device=device), use_cache=True,
+                             **{before.cache_name: before.cache}).logits[:, -1].float()
+            whole = model(input_ids=torch.tensor([[0, 1, 2, 3]], device=device), use_cache=False).logits[:, -1].float()
+            rounding = torch.finfo(next(model.parameters()).dtype).eps**0.5
+            _seen[model] = all(layer.prompt.read for layer in layers) and bool((step - whole).abs().max() <= rounding * whole.std())
+        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
+            _seen[model] = False
+    return _seen[model]
 
 
 _users: dict[int, int] = {}

@@ -70,7 +70,7 @@ class JsonlSink(Callback):
     """Appends every history row to `path`, one JSON object per line. What cannot be written raises `OSError` and is written with the next row."""
 
     def __init__(self, path: str | os.PathLike):
-        self.path, self.heard = Path(path), 0
+        self.path, self.heard = Path(path).absolute(), 0  # where it is now, wherever the process goes
         self.waiting: list[bytes] = []
 
     def on_start(self, history: History) -> None:

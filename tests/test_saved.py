@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoint_runs import RUNS, make
-from comlrl_nb.models.actor_critic import HEAD_FILE
+from comlrl_nb.models.actor_critic import HEAD_FILE, CausalLMWithValueHead
 from comlrl_nb.saved import TEAM_FILE, load_agents, load_critics, load_reward_model
 from reinforce_runs import team
 
@@ -67,6 +67,34 @@ def test_what_is_not_a_saved_team_is_named(tmp_path):
     (tmp_path / "model" / "agent_1" / "critic" / HEAD_FILE).unlink()
     with pytest.raises(ValueError, match="agent_1/critic holds no critic with a value head"):
         load_critics(tmp_path / "model")
-    (tmp_path / "model" / TEAM_FILE).write_text(json.dumps({"agents": [0]}))
-    with pytest.raises(ValueError, match="tells of 1 agents"):
+    (tmp_path / "model" / TEAM_FILE).write_text(json.dumps({"agents": [0, 1, 1], "critics": {}}))
+    with pytest.raises(ValueError, match="tells of 3 agents"):
         load_agents(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"agents": [0, 5], "critics": {}}', '{"agents": [1, 0], "critics": {}}', '{"agents": [0, "0"], "critics": {}}', '{"agents": [0, 1], "critics": [0]}'])
+def test_a_team_file_that_cannot_be_understood_is_named(content, tmp_path):
+    make("MAGRPO", tmp_path / "runs").save_model(tmp_path / "model")
+    (tmp_path / "model" / TEAM_FILE).write_text(content)
+    with pytest.raises(ValueError, match="team.json is missing or not what save_model wrote"):
+        load_agents(tmp_path / "model")
+
+
+def test_what_another_team_left_in_the_folder_is_not_read(tmp_path):
+    make("MAAC", tmp_path / "a").save_model(tmp_path / "model")
+    separate = make("IAC", tmp_path / "b")
+    separate.save_model(tmp_path / "model")
+    assert len(load_critics(tmp_path / "model")) == 2 and all(map(same, load_critics(tmp_path / "model"), separate.critics))
+    make("IAC-heads", tmp_path / "c").save_model(tmp_path / "model")
+    plain = make("MAGRPO", tmp_path / "d")
+    plain.save_model(tmp_path / "model")
+    assert all(map(same, load_agents(tmp_path / "model").models, plain.agents))
+    with pytest.raises(ValueError, match="no critic"):
+        load_critics(tmp_path / "model")
+
+
+def test_one_critic_for_several_agents_stays_one(tmp_path):
+    critic = CausalLMWithValueHead(team(("gpt2",))[0])
+    make("IAC", tmp_path / "runs", critics=[critic, critic]).save_model(tmp_path / "model")
+    first, second = load_critics(tmp_path / "model")
+    assert first is second and same(first, critic)

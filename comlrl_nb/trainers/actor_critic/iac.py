@@ -5,7 +5,6 @@
 # %% ../../../nbs/60_trainers/32_iac.ipynb #d300cfca
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ...actor_critic_update import ValueRule
@@ -13,7 +12,6 @@ from ...agents import build_optimizers
 from ...critics import Critics, OwnReader
 from ...models.critics import CriticPlan, load_critics, plan_critics
 from ...models.loading import read_model_config
-from ...schedulers.device_scheduler import unwrap_model
 from ...setup import NUM_AGENTS, Inputs, Setup, resolve_args
 from .ac_base import ActorCriticTrainerBase, RolloutSample
 from ..configs import IACConfig
@@ -57,11 +55,9 @@ class IACTrainer(ActorCriticTrainerBase):
             models = load_critics(self.critic_plan, setup.placement.critics, [actor.tokenizer for actor in setup.team.actors])
         return Critics(models, reader, pad_ids, build_optimizers(models, setup.args.critic_learning_rate, "critics"))
 
-    def save_model(self, output_dir: str | Path) -> None:
-        """Agents as `agent_0`, `agent_1`, ... with their heads, separate critics as `agent_i/critic`."""
-        super().save_model(output_dir)
-        for index, critic in enumerate(self.critics):
-            unwrap_model(critic).save_pretrained(Path(output_dir) / f"agent_{index}" / "critic")
+    @property
+    def critic_folders(self) -> list[str]:
+        return [f"agent_{index}/critic" for index in range(len(self.critics))]
 
 
 def plan_own_critics(args: IACConfig, critic_model: Any, critics: Any, model_config: Any) -> CriticPlan | None:

@@ -5,13 +5,11 @@
 # %% ../../../nbs/60_trainers/31_maac.ipynb #4e64c20e
 from __future__ import annotations
 
-from pathlib import Path
 
 from ...agents import build_optimizers
 from ...critics import Critics, JointReader
 from ...models.critics import load_critics, plan_critics
 from ...models.loading import read_model_config
-from ...schedulers.device_scheduler import unwrap_model
 from ...setup import NUM_AGENTS, Inputs, Setup, resolve_args
 from .ac_base import ActorCriticTrainerBase, RolloutSample
 from ..configs import MAACConfig
@@ -25,6 +23,7 @@ class MAACTrainer(ActorCriticTrainerBase):
 
     algorithm_name = "MAAC"
     config_class = MAACConfig
+    critic_folders = ("critic",)
 
     def __init__(self, agent_model=None, critic_model=None, tokenizer=None, reward_func=None, reward_processor=None, formatters=None, args=None,
                  train_dataset=None, eval_dataset=None, model_config=None, wandb_config=None, metrics_callback=None, external_transition=None,
@@ -46,8 +45,3 @@ class MAACTrainer(ActorCriticTrainerBase):
             models = load_critics(self.critic_plan, setup.placement.critics, [first.tokenizer])
         optimizers = build_optimizers(models, setup.args.critic_learning_rate, "critics")
         return Critics(models, JointReader(first.tokenizer, setup.args.critic_type == "q"), [first.pad_id], optimizers)
-
-    def save_model(self, output_dir: str | Path) -> None:
-        """Agents as `agent_0`, `agent_1`, ..., the critic with its head as `critic`."""
-        super().save_model(output_dir)
-        unwrap_model(self.critics[0]).save_pretrained(Path(output_dir) / "critic")
