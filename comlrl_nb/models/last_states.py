@@ -18,7 +18,7 @@ from comlrl_nb.logprobs import (
 )
 
 # %% auto #0
-__all__ = ['FORWARD_TOKENS', 'hidden_size_of', 'body_of', 'final_states', 'last_states']
+__all__ = ['hidden_size_of', 'body_of', 'final_states', 'last_states']
 
 # %% ../../nbs/20_models/04a_last_states.ipynb #1b775076
 def hidden_size_of(model: nn.Module) -> int:
@@ -79,17 +79,11 @@ def _family_states(model: nn.Module, starts: list[Ids], ends: list[tuple[int, Id
     return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
 
 
-FORWARD_TOKENS = {"cpu": 2**10}  # tokens of whole texts in one forward; other devices: 2**15. A processor is fastest when they fit its caches
-
-
 def _whole_states(model: nn.Module, texts: Sequence[Ids], pad_id: int) -> Tensor:
     """States `[J, H]` of texts run whole, similar lengths together."""
     device = next(model.parameters()).device
     parts, order = [], []
-    tokens = FORWARD_TOKENS.get(device.type, 2**15)
-    similar = length_groups([len(ids) for ids in texts], PADDING_BUDGET.get(device.type, 4096))
-    sizes = [max(1, tokens // len(texts[group[0]])) for group in similar]
-    for group in (group[start:start + size] for group, size in zip(similar, sizes) for start in range(0, len(group), size)):
+    for group in length_groups([len(ids) for ids in texts], PADDING_BUDGET.get(device.type, 4096)):
         ids, mask = pad_right([texts[index] for index in group], pad_id, device)
         last = torch.tensor([len(texts[index]) - 1 for index in group], device=device)
         parts.append(final_states(model, ids, mask)[torch.arange(len(group), device=device), last])
