@@ -792,7 +792,7 @@ def test_further_keywords_reach_every_call_of_generate(kind):
 def test_saved_models_can_be_read_back(kind):
     trainer = trained(kind, num_iterations=1)
     trainer.save_model("kept")
-    assert sorted(path.name for path in Path("kept").iterdir()) == ["agent_0", "agent_1", *(["reward_model"] if kind == "MARLHF" else [])]
+    assert sorted(path.name for path in Path("kept").iterdir()) == ["agent_0", "agent_1", *(["reward_model"] if kind == "MARLHF" else []), "team.json"]
     assert same(weights([AutoModelForCausalLM.from_pretrained(f"kept/agent_{i}") for i in range(2)]), weights(trainer))
     again = make(kind, comparator_policy="model", comparator_agents=["kept/agent_0", "kept/agent_1"], num_iterations=1)
     with asked(again):

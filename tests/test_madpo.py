@@ -832,7 +832,7 @@ assert len(trainer.agents) == len(trainer.optimizers) == len(trainer.tokenizers)
 import tempfile, os
 with tempfile.TemporaryDirectory() as folder:
     trainer.save_model(folder)
-    assert sorted(os.listdir(folder)) == ["agent_0", "agent_1"], os.listdir(folder)
+    assert sorted(os.listdir(folder)) == ["agent_0", "agent_1", "team.json"], os.listdir(folder)
 print("finished")
 '''
 

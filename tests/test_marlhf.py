@@ -847,7 +847,7 @@ def test_what_train_on_returns_are_the_fit_and_the_means_of_the_updates():
 def test_saved_folders_are_read_back(tmp_path, algorithm, folders):
     trainer = trained(rl_algorithm=algorithm, eval_dataset=rows(1))
     trainer.save_model(tmp_path)
-    assert {*os.listdir(tmp_path)} == folders
+    assert {*os.listdir(tmp_path)} == folders | {"team.json"}
     for index, agent in enumerate(trainer.agents):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / f"agent_{index}")
         assert same(weights([getattr(agent, "model", agent)]), weights([again]))
@@ -861,7 +861,7 @@ def test_saved_folders_are_read_back(tmp_path, algorithm, folders):
 
 def test_saved_before_any_fit(tmp_path):
     make().save_model(tmp_path)
-    assert {*os.listdir(tmp_path)} == {"agent_0", "agent_1"}
+    assert {*os.listdir(tmp_path)} == {"agent_0", "agent_1", "team.json"}
 
 
 def test_a_saved_judge_judges_again(tmp_path):
