@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import installed
+from .outputs import installed
 from .history import History
 from .types import Node
 

@@ -8,25 +8,21 @@ from __future__ import annotations
 import math
 import numbers
 import os
-import stat
-import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .outputs import installed, missing, try_to_write
 from .types import markdown_table
 
 # %% auto #0
 __all__ = ['REPORT_TO', 'Config', 'invalid', 'check_int', 'interval', 'check_real', 'check_choice', 'check_flag', 'check_text',
-           'check_folder', 'check_file', 'try_to_write', 'is_device', 'check_devices', 'Core', 'Collaboration',
-           'Placement', 'GroupSize', 'Sampling', 'Horizon', 'Pairing', 'Episode', 'Evaluation', 'Buffer',
-           'Normalization', 'Baseline', 'ReferenceKL', 'installed', 'missing', 'RunOptions', 'CriticTraining',
-           'SeparateCritic', 'CriticTarget', 'ValueHead']
+           'check_folder', 'check_file', 'is_device', 'check_devices', 'Core', 'Collaboration', 'Placement',
+           'GroupSize', 'Sampling', 'Horizon', 'Pairing', 'Episode', 'Evaluation', 'Buffer', 'Normalization',
+           'Baseline', 'ReferenceKL', 'RunOptions', 'CriticTraining', 'SeparateCritic', 'CriticTarget', 'ValueHead']
 
 # %% ../nbs/00_core/01_config.ipynb #7245f464
 @dataclass
@@ -131,22 +127,6 @@ def check_file(owner: Any, name: str) -> None:
             try_to_write(Path(value))
     except (OSError, ValueError) as error:
         raise ValueError(f"{type(owner).__name__}: {name}={value!r}: {getattr(error, 'strerror', None) or error}; give the path of a file that can be written, such as 'runs/history.jsonl'") from error
-
-
-def try_to_write(path: Path) -> None:
-    """Raise `OSError` when the file cannot be written; nothing is changed or left behind."""
-    try:
-        folder = stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        place = next(each for each in Path(os.path.realpath(path)).parents if os.path.lexists(each))
-        if not place.is_dir():
-            raise NotADirectoryError(f"{place} is not a folder") from None
-        with tempfile.TemporaryFile(dir=place):
-            return
-    if folder:
-        raise IsADirectoryError("it is a folder")
-    with open(path, "rb+"):
-        return
 
 # %% ../nbs/00_core/01_config.ipynb #41e4aa09
 def is_device(name: Any) -> bool:
@@ -345,19 +325,6 @@ class ReferenceKL(Config):
         check_flag(self, "reference_kl_enabled")
         check_real(self, "reference_kl_coef", minimum=0)
         check_devices(self, "reference_devices", lengths=(1, self.num_actors))
-
-# %% ../nbs/00_core/01_config.ipynb #4e3eaef8
-def installed(package: str) -> bool:
-    """Can the package be imported? A folder of that name in the working directory, as Weights & Biases leaves one, is not a package."""
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    found = find_spec(package)
-    return found is not None and found.origin is not None
-
-
-def missing(name: str, package: str) -> str:
-    """What to tell when the package of a `report_to` name is not installed."""
-    return f"report_to={name!r}: the package {package} is not installed; install it with: pip install {package}, or leave {name!r} out"
 
 # %% ../nbs/00_core/01_config.ipynb #dd92387e
 REPORT_TO = ("tensorboard", "trackio", "wandb")

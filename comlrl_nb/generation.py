@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
-from .logprobs import begin_columns, common_length, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
+from .logprobs import families, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
 from .models.modes import device_of, eval_mode, only_looking
 from .shared_prompt import SharedPromptLayer, can_share_prompt, sharing_prompt
 from .streams import RandomStream
@@ -24,7 +24,7 @@ from .types import Completion, Generation, Prompt
 
 # %% auto #0
 __all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'RoomyLayer', 'make_room', 'is_library_generate',
-           'room_for', 'prompt_once_rows', 'common_columns', 'generate_rows', 'trim', 'to_completions', 'split_calls',
+           'room_for', 'prompt_once_rows', 'common_start', 'generate_rows', 'trim', 'to_completions', 'split_calls',
            'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
@@ -120,7 +120,7 @@ def room_for(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width:
 def prompt_once_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor | None:
     """What `generate_rows` returns, with the prompts run once; None where the model's cache cannot be copied."""
     texts = [tuple(row[real].tolist()) for row, real in zip(ids[:, :-1], mask[:, :-1])]
-    before = prefill(model, ids[:, :-1], mask[:, :-1], start=common_columns(texts, least_saved(ids.device)) if tolerates_left_padding(model) else 0)
+    before = prefill(model, ids[:, :-1], mask[:, :-1], start=common_start(texts, least_saved(ids.device)) if tolerates_left_padding(model) else 0)
     if before.cache is None:
         return None
     owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
@@ -129,10 +129,10 @@ def prompt_once_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, nu
                               **{before.cache_name: before.cache}, **keywords).sequences
 
 
-def common_columns(texts: Sequence[tuple[int, ...]], least: int) -> int:
-    """How many columns of the left-padded `texts` hold only padding and what all begin with; 0 if running that once saves less than `least` tokens."""
-    shared = min(common_length(min(texts), max(texts)), min(map(len, texts)) - 1)
-    return max(0, begin_columns(texts, shared)) if (len(texts) - 1) * shared >= least else 0
+def common_start(texts: Sequence[tuple[int, ...]], least: int) -> int:
+    """How many tokens all `texts` begin with when they are one family that saves at least `least` tokens, else 0."""
+    (start, _), *others = families(texts, least)
+    return 0 if others else start
 
 
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:

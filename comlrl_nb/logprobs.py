@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 # %% auto #0
 __all__ = ['CHUNK_ELEMENTS', 'Ids', 'PADDING_BUDGET', 'SAVED_TOKENS', 'gather_logprobs', 'pad_left', 'pad_right', 'position_ids',
-           'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill',
+           'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill', 'text_config',
            'keeps_everything', 'tolerates_left_padding', 'prefill', 'select_rows', 'distinct', 'length_groups',
-           'least_saved', 'common_length', 'families', 'prompt_groups', 'begin_columns', 'completion_logprobs']
+           'least_saved', 'common_length', 'families', 'prompt_groups', 'completion_logprobs']
 
 # %% ../nbs/10_math/00_logprobs.ipynb #5dd0deee
 CHUNK_ELEMENTS = 1 << 20
@@ -188,10 +188,15 @@ class Prefill:
     states: Tensor | None = None
 
 
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the model's language part, None without any."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def keeps_everything(model: nn.Module) -> bool:
     """False when the configuration tells of layers that forget: sliding windows, recurrent states."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     kinds = getattr(text, "layer_types", None)
     return set(kinds) == {"full_attention"} if kinds else getattr(text, "sliding_window", None) is None
 
@@ -317,11 +322,6 @@ def prompt_groups(prompts: Sequence[Ids], padding: int, least: int) -> list[tupl
     groups = [(start, [own[place] for place in group]) for start, own in (*kin, (0, alone)) for group in length_groups([len(prompts[index]) for index in own], padding)]
     return [(start if (len(group) - 1) * start >= least else 0, group) for start, group in groups]
 
-# %% ../nbs/10_math/00_logprobs.ipynb #ca659f30
-def begin_columns(texts: Sequence[Ids], start: int) -> int:
-    """How many columns of the left-padded `texts`, which have their first `start` tokens in common, hold only those and padding."""
-    return max(map(len, texts)) - max(len(ids) - start for ids in texts)
-
 # %% ../nbs/10_math/00_logprobs.ipynb #a6cf4516
 def _score_bucket(model: nn.Module, before: Prefill, prompt_mask: Tensor, owner: list[int], completions: list[tuple[int, ...]],
                   pad_id: int) -> Tensor:
@@ -349,11 +349,9 @@ def _score_shared(model: nn.Module, prompts: list[tuple[int, ...]], jobs: list[t
     budget = PADDING_BUDGET.get(device.type, 4096)
     width = max(1, max(len(ids) for _, ids in jobs))
     parts, order, states = [], [], {}
-    tolerant = tolerates_left_padding(model)
-    for start, group in prompt_groups(prompts, budget, least_saved(device)) if tolerant else [(0, own) for own in length_groups([len(ids) for ids in prompts], 0)]:
-        texts = [prompts[index] for index in group]
-        ids, mask = pad_left(texts, pad_id, device)
-        before = prefill(model, ids, mask, body, begin_columns(texts, start) if start else 0)
+    for start, group in prompt_groups(prompts, budget, least_saved(device)) if tolerates_left_padding(model) else [(0, own) for own in length_groups([len(ids) for ids in prompts], 0)]:
+        ids, mask = pad_left([prompts[index] for index in group], pad_id, device)
+        before = prefill(model, ids, mask, body, start)
         if before.cache is None:
             return None
         states.update(zip(group, before.states if before.states is not None else ()))

@@ -15,28 +15,27 @@ from typing import Any
 from torch import nn
 
 from .models.actor_critic import HEAD_FILE, CausalLMWithValueHead
-from .models.loading import LoadedAgents, load_model
+from .models.loading import LoadedAgents, load_model, owners_of
 from .models.reward import JointRewardModel
+from .schedulers.device_scheduler import unwrap_model
 from .utils.tokenizer_utils import load_tokenizer
+from .writers import Actor
 
 # %% auto #0
-__all__ = ['TEAM_FILE', 'write_team', 'owners_of', 'read_team', 'as_one', 'agent_folders', 'load_agents', 'load_critics',
-           'load_reward_model']
+__all__ = ['TEAM_FILE', 'REWARD_MODEL', 'write_team', 'read_team', 'as_one', 'agent_folders', 'save_team', 'load_agents',
+           'load_critics', 'load_reward_model']
 
 # %% ../nbs/50_training/08_saved.ipynb #99205dcc
 TEAM_FILE = "team.json"
 
 
-def write_team(folder: str | os.PathLike, agents: Sequence[nn.Module], critics: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
-    """Note in `folder` which agents, and which `critics` (folder in it → model), are the same object: for each the index of the first that is."""
-    known = {"agents": owners_of(agents), "critics": dict(zip(critics, owners_of(list(critics.values()))))}
+REWARD_MODEL = "reward_model"
+
+
+def write_team(folder: str | os.PathLike, agents: Sequence[nn.Module], critics: Mapping[str, nn.Module] = MappingProxyType({}), reward_model: bool = False) -> None:
+    """Note in `folder` which agents, and which `critics` (folder in it → model), are the same object, and whether there is a reward model."""
+    known = {"agents": owners_of(agents), "critics": dict(zip(critics, owners_of(list(critics.values())))), REWARD_MODEL: reward_model}
     (Path(folder) / TEAM_FILE).write_text(json.dumps(known, indent=1), encoding="utf-8")
-
-
-def owners_of(models: Sequence[nn.Module]) -> list[int]:
-    """For each model the index of the first that is the same object."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(model), index) for index, model in enumerate(models)]
 
 
 def read_team(folder: str | os.PathLike) -> dict[str, Any]:
@@ -47,6 +46,8 @@ def read_team(folder: str | os.PathLike) -> dict[str, Any]:
         for owners in (known["agents"], list(known["critics"].values())):
             if any(type(owner) is not int or not 0 <= owner <= index or owners[owner] != owner for index, owner in enumerate(owners)):
                 raise ValueError("an index that is not that of an earlier model")
+        if type(known[REWARD_MODEL]) is not bool:
+            raise ValueError(f"{REWARD_MODEL} must be true or false")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{file} is missing or not what save_model wrote ({error}); save the team again, or load its folders one by one with from_pretrained") from error
     return known
@@ -68,6 +69,18 @@ def agent_folders(folder: str | os.PathLike) -> list[Path]:
     if not found:
         raise ValueError(f"{os.fspath(folder)} has no folder agent_0: it is not what save_model wrote; for a checkpoint use train(resume_from_checkpoint=...)")
     return found
+
+# %% ../nbs/50_training/08_saved.ipynb #0ae57c36
+def save_team(folder: str | os.PathLike, actors: Sequence[Actor], critics: Mapping[str, nn.Module]) -> None:
+    """Write each actor with its tokenizer as `agent_0`, `agent_1`, ..., each critic into its folder, and who is whom."""
+    for index, actor in enumerate(actors):
+        place = Path(folder) / f"agent_{index}"
+        (place / HEAD_FILE).unlink(missing_ok=True)  # of another team
+        unwrap_model(actor.module).save_pretrained(place)
+        actor.tokenizer.save_pretrained(place)
+    for name, critic in critics.items():
+        unwrap_model(critic).save_pretrained(Path(folder) / name)
+    write_team(folder, [actor.module for actor in actors], critics)
 
 # %% ../nbs/50_training/08_saved.ipynb #b503bdc3
 def load_agents(folder: str | os.PathLike, **model_kwargs: Any) -> LoadedAgents:
@@ -105,7 +118,7 @@ def load_critics(folder: str | os.PathLike, **model_kwargs: Any) -> list[CausalL
 
 def load_reward_model(folder: str | os.PathLike, **model_kwargs: Any) -> JointRewardModel:
     """The reward model that MARLHF's `save_model` wrote into `folder`, frozen. ValueError where there is none."""
-    place = Path(folder) / "reward_model"
-    if not place.is_dir():
-        raise ValueError(f"{os.fspath(folder)} has no folder reward_model: no reward model was saved there (MARLHF saves one once it has been fitted)")
+    if not read_team(folder)[REWARD_MODEL]:
+        raise ValueError(f"{os.fspath(folder)}: no reward model was saved with this team (MARLHF saves one once it has been fitted)")
+    place = Path(folder) / REWARD_MODEL
     return JointRewardModel.from_pretrained(place, **model_kwargs).eval().requires_grad_(False)

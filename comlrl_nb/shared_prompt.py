@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .logprobs import prefill
+from .logprobs import prefill, text_config
 from .models.modes import is_plain_library_model
 
 # %% auto #0
@@ -99,8 +99,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #7cf2e318
 def can_share_prompt(model: nn.Module, cache: Any) -> bool:
     """On a processor, with the library's exchangeable attention without caps or windows, and plain cache layers, for a model that was seen to read them?"""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     plain = getattr(text, "_attn_implementation", None) in ("sdpa", NAME) and getattr(text, "attn_logit_softcapping", None) is None
     exchangeable = getattr(model, "_supports_attention_backend", False) and is_plain_library_model(model)
     return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers) and reads_shared_prompts(model)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .callbacks import Callback, WandbSink
-from .config import installed, missing
+from .outputs import installed, missing
 from .history import History
 
 # %% auto #0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -108,12 +108,12 @@ def make_streams(seed: int | None, names: Iterable[str]) -> dict[str, RandomStre
 
 # %% ../nbs/00_core/02_streams.ipynb #19779050
 @contextmanager
-def rewound_on_error(streams: Iterable[RandomStream]) -> Iterator[None]:
-    """When the block raises, every stream goes back to where it was at the start of the block."""
+def rewound_on_error(streams: Iterable[RandomStream], undone: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """When the block raises, and what it is for is still `undone()`, every stream goes back to where it was at the start of the block."""
     saved = [(stream, stream.state_dict()) for stream in streams]
     try:
         yield
     except BaseException:
-        for stream, state in saved:
+        for stream, state in saved if undone() else ():
             stream.load_state_dict(state)
         raise

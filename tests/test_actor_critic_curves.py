@@ -2,7 +2,6 @@
 import time
 
 import pytest
-import torch
 
 from comlrl_nb import toy
 from comlrl_nb.trainers.actor_critic import IACConfig, IACTrainer, MAACConfig, MAACTrainer
@@ -12,14 +11,6 @@ SAMPLES = 8
 SETTINGS = dict(num_turns=1, agent_learning_rate=6e-4, critic_learning_rate=6e-4, num_generations=8, rollout_buffer_size=64, num_train_epochs=4, max_new_tokens=12,
                 temperature=1.0, top_p=1.0, eval_interval=0, eval_num_samples=20 * SAMPLES, eval_batch_size=20 * SAMPLES, seed=0)
 VARIANTS = {"MAAC V": dict(critic_type="v"), "MAAC Q": dict(critic_type="q"), "IAC separate": dict(use_separate_critic=True), "IAC shared": dict(use_separate_critic=False)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def well_formed(samples):

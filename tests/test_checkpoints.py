@@ -34,14 +34,6 @@ UPDATES = dict(checkpoint_unit="updates")
 SMALL_RUN = dict(num_train_epochs=2, num_generations=2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @lru_cache(maxsize=None)
 def reference(name, root):
     """The uninterrupted run and the number of its safe points."""

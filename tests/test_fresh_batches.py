@@ -24,14 +24,6 @@ OTHERS = {  # as many rows as the run began with
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def saved_after(name, n, folder, **changes):
     trainer = make(name, folder / "first", callbacks=[Stop(n)], **changes)
     with pytest.raises(KeyboardInterrupt):

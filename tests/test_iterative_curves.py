@@ -19,14 +19,6 @@ JUDGED = dict(num_iterations=3, preference_num_candidates=32, preference_pairs_p
 TRAINERS = {"madpo": (MADPOIterTrainer, MADPOIterConfig, DIRECT), "marlhf": (MARLHFIterTrainer, MARLHFIterConfig, JUDGED)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make(kind, folder, callbacks=(), rows=TASK.train, **fields):
     trainer_class, args_class, settings = TRAINERS[kind]
     return trainer_class(agents=[toy.load_model(), toy.load_model()], tokenizer=toy.load_tokenizer(), reward_func=TASK.reward_func, formatters=list(TASK.formatters),

@@ -2,7 +2,6 @@
 import time
 
 import pytest
-import torch
 
 from comlrl_nb import toy
 from comlrl_nb.demo import measure
@@ -15,14 +14,6 @@ SETTINGS = dict(preference_num_candidates=48, preference_pairs_per_sample=32, re
                 critic_learning_rate=6e-4, num_generations=8, rollout_buffer_size=8, num_train_epochs=3, max_new_tokens=12, temperature=1.0, top_p=1.0, top_k=None, eval_interval=0,
                 eval_num_samples=20 * SAMPLES, eval_batch_size=20 * SAMPLES, logging_steps=1, seed=0)
 PENALTY = dict(reference_kl_enabled=True, reference_kl_coef=3.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(algorithm="magrpo", **fields):

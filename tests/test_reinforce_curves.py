@@ -2,7 +2,6 @@
 import time
 
 import pytest
-import torch
 
 from comlrl_nb import toy
 from comlrl_nb.trainers.reinforce import (CentralizedMAGRPOTrainer, MAGRPOTrainer, MAREINFORCETrainer, MAReMaxTrainer, MARLOOTrainer)
@@ -11,14 +10,6 @@ pytestmark = pytest.mark.slow
 SAMPLES = 8
 SETTINGS = dict(num_generations=8, rollout_buffer_size=8, agent_learning_rate=6e-4, num_train_epochs=6, num_turns=1, temperature=1.0, top_p=1.0,
                 top_k=None, max_new_tokens=12, eval_interval=0, eval_num_samples=20 * SAMPLES, eval_batch_size=20 * SAMPLES, seed=0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(trainer_class, task, agents=None, formatters=None, **fields):

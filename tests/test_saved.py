@@ -37,7 +37,7 @@ def test_a_trained_team_is_read_back(name, tmp_path):
         judge = load_reward_model(tmp_path / "model")
         assert same(judge, trainer.reward_model) and not any(parameter.requires_grad for parameter in judge.parameters()) and not judge.training
     else:
-        with pytest.raises(ValueError, match="no folder reward_model"):
+        with pytest.raises(ValueError, match="no reward model was saved"):
             load_reward_model(tmp_path / "model")
 
 
@@ -67,12 +67,12 @@ def test_what_is_not_a_saved_team_is_named(tmp_path):
     (tmp_path / "model" / "agent_1" / "critic" / HEAD_FILE).unlink()
     with pytest.raises(ValueError, match="agent_1/critic holds no critic with a value head"):
         load_critics(tmp_path / "model")
-    (tmp_path / "model" / TEAM_FILE).write_text(json.dumps({"agents": [0, 1, 1], "critics": {}}))
+    (tmp_path / "model" / TEAM_FILE).write_text(json.dumps({"agents": [0, 1, 1], "critics": {}, "reward_model": False}))
     with pytest.raises(ValueError, match="tells of 3 agents"):
         load_agents(tmp_path / "model")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"agents": [0, 5], "critics": {}}', '{"agents": [1, 0], "critics": {}}', '{"agents": [0, "0"], "critics": {}}', '{"agents": [0, 1], "critics": [0]}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"agents": [0, 5], "critics": {}, "reward_model": false}', '{"agents": [1, 0], "critics": {}, "reward_model": false}', '{"agents": [0, "0"], "critics": {}, "reward_model": false}', '{"agents": [0, 1], "critics": [0]}', '{"agents": [0, 1], "critics": {}, "reward_model": 1}'])
 def test_a_team_file_that_cannot_be_understood_is_named(content, tmp_path):
     make("MAGRPO", tmp_path / "runs").save_model(tmp_path / "model")
     (tmp_path / "model" / TEAM_FILE).write_text(content)
@@ -86,11 +86,17 @@ def test_what_another_team_left_in_the_folder_is_not_read(tmp_path):
     separate.save_model(tmp_path / "model")
     assert len(load_critics(tmp_path / "model")) == 2 and all(map(same, load_critics(tmp_path / "model"), separate.critics))
     make("IAC-heads", tmp_path / "c").save_model(tmp_path / "model")
+    judged = make("MARLHF-magrpo", tmp_path / "e")
+    judged.train()
+    judged.save_model(tmp_path / "model")
+    assert same(load_reward_model(tmp_path / "model"), judged.reward_model)
     plain = make("MAGRPO", tmp_path / "d")
     plain.save_model(tmp_path / "model")
     assert all(map(same, load_agents(tmp_path / "model").models, plain.agents))
     with pytest.raises(ValueError, match="no critic"):
         load_critics(tmp_path / "model")
+    with pytest.raises(ValueError, match="no reward model was saved"):
+        load_reward_model(tmp_path / "model")
 
 
 def test_one_critic_for_several_agents_stays_one(tmp_path):

@@ -14,7 +14,8 @@ import torch
 
 from checkpoint_runs import ALWAYS, Stop, differs, finished, make, outcome
 from comlrl_nb.callbacks import Callback, WandbSink
-from comlrl_nb.config import RunOptions, installed
+from comlrl_nb.config import RunOptions
+from comlrl_nb.outputs import installed
 from comlrl_nb.history import History
 from comlrl_nb.sinks import JsonlSink, TensorboardSink, TrackioSink, cut_after, goes_on, line_of, read_history_file
 from reinforce_runs import config, rows, unclocked
@@ -23,14 +24,6 @@ from comlrl_nb.trainers.reinforce import MAGRPOTrainer
 BOARDS = ("tensorboard", "trackio", "wandb")
 ROOT = Path(__file__).parents[1]
 WATCHED = dict(num_train_epochs=4, rollout_buffer_size=2, num_turns=1, num_generations=2, eval_dataset=rows(2), eval_interval=2)  # rows of two kinds
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def strict(path):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from comlrl_nb.logprobs import (
     PADDING_BUDGET, Ids, Prefill, accepted_arguments, distinct, families, least_saved, length_groups, pad_left, pad_right, position_ids, prefill, run_model, select_rows,
-    tolerates_left_padding,
+    text_config, tolerates_left_padding,
 )
 
 # %% auto #0
@@ -23,8 +23,7 @@ __all__ = ['hidden_size_of', 'body_of', 'final_states', 'last_states']
 # %% ../../nbs/20_models/04a_last_states.ipynb #1b775076
 def hidden_size_of(model: nn.Module) -> int:
     """The width of the model's hidden states, by its configuration."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     size = getattr(text, "hidden_size", None) or getattr(text, "n_embd", None)
     if not isinstance(size, int):
         raise ValueError(f"base_model: a causal language model whose config names hidden_size is needed, got {type(model).__name__}")

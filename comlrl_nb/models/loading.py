@@ -25,8 +25,8 @@ from ..utils.tokenizer_utils import (
 __all__ = ['MODEL_CONFIG_KEYS', 'DTYPES', 'DEFAULT_NUM_AGENTS', 'HUB_OPTIONS', 'infer_model_name', 'resolve_model_sources',
            'check_same_name', 'ModelSettings', 'section', 'read_dtype', 'take_dtype', 'pretrained_kwargs',
            'read_model_config', 'AgentPlan', 'count_agents', 'check_kinds', 'plan_tokenizers', 'check_room',
-           'plan_agents', 'unknown_name', 'load_model', 'check_name', 'fit_embeddings', 'is_tied', 'LoadedAgents',
-           'check_devices', 'load_distinct', 'load_planned', 'load_tokenizers', 'load_agents']
+           'plan_agents', 'unknown_name', 'load_model', 'check_name', 'fit_embeddings', 'is_tied', 'owners_of',
+           'LoadedAgents', 'check_devices', 'load_distinct', 'load_planned', 'load_tokenizers', 'load_agents']
 
 # %% ../../nbs/20_models/02_loading.ipynb #6d5d6e39
 def infer_model_name(source: Any) -> str | None:
@@ -276,6 +276,12 @@ def is_tied(model: Any) -> bool:
     return output is not None and output.weight is language.get_input_embeddings().weight
 
 # %% ../../nbs/20_models/02_loading.ipynb #6e62e33a
+def owners_of(models: Sequence[Any]) -> list[int]:
+    """For each model the index of the first that is the same object: its own where nothing is shared."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(model), index) for index, model in enumerate(models)]
+
+
 @dataclass(frozen=True)
 class LoadedAgents:
     """N agents in order, with their tokenizers. Agents that are the same object share all parameters."""
@@ -287,9 +293,8 @@ class LoadedAgents:
 
     @property
     def owners(self) -> list[int]:
-        """For each agent the index of the first agent that is the same object: its own where nothing is shared."""
-        first: dict[int, int] = {}
-        return [first.setdefault(id(model), i) for i, model in enumerate(self.models)]
+        """For each agent the index of the first agent that is the same object."""
+        return owners_of(self.models)
 
     def _repr_markdown_(self) -> str:
         header = ["agent", "model", "parameters", "dtype", "embeddings", "same object as"]

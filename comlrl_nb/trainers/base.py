@@ -20,10 +20,8 @@ from ..callbacks import Callback, Callbacks, Curves, Progress, Table, WandbSink,
 from ..checkpoints import Checkpoints
 from ..items import as_row, walk
 from ..loop import Run, Source, train_batches, watched
-from ..models.actor_critic import HEAD_FILE
-from ..schedulers.device_scheduler import unwrap_model
 from ..rollout import rollout
-from ..saved import write_team
+from ..saved import save_team
 from ..setup import Setup
 from ..sinks import make_sinks
 from ..streams import rewound_on_error
@@ -165,16 +163,8 @@ class TrainerBase(TrainerAttributes):
     def save_model(self, output_dir: str | Path) -> None:
         """Write each agent as a folder `agent_0`, `agent_1`, ... with its tokenizer, and critics in `critic_folders`.
 
-        `from_pretrained` reads one of them, `comlrl_nb.saved` the whole team. What an earlier team left in their place goes.
+        `from_pretrained` reads one of them, `comlrl_nb.saved` the whole team.
         """
-        for index, actor in enumerate(self.team.actors):
-            folder = Path(output_dir) / f"agent_{index}"
-            (folder / HEAD_FILE).unlink(missing_ok=True)
-            unwrap_model(actor.module).save_pretrained(folder)
-            actor.tokenizer.save_pretrained(folder)
-        critics = dict(zip(self.critic_folders, self.critics))
-        for name, critic in critics.items():
-            unwrap_model(critic).save_pretrained(Path(output_dir) / name)
-        write_team(output_dir, self.team.modules, critics)
+        save_team(output_dir, self.team.actors, dict(zip(self.critic_folders, self.critics)))
         for sink in (*self.sinks, *self.boards):
             sink.finish()

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from ..both_sides import Side, compared
 from ..comparator_models import check_given, fixed_models
 from ..comparators import CentralComparator, Current, CurrentCopy, Fixed, JointAnswers, Past, Remote, RoleComparator
-from ..distributions import NUM_BINS, distribution_stats, series, write_distribution
+from ..distributions import distribution_stats, write_distribution
 from ..items import as_row
 from ..loop import interrupt_afterwards
 from ..remote import RemoteModel
@@ -27,7 +26,7 @@ from ..rollout import Roles, node_stats, rollout
 from ..round_files import write_atomically
 from ..schedulers.device_scheduler import follow
 from ..setup import Inputs, is_central
-from ..streams import RandomStream, rewound_on_error
+from ..streams import rewound_on_error
 from .base import TrainerBase
 from .collecting import ROWS_PER_CALL, batches_of
 from .preference.centralized import checked_adapter
@@ -36,7 +35,7 @@ from ..utils.reward_utils import Reward, resolve_reward_range
 
 # %% auto #0
 __all__ = ['Comparison', 'Unscored', 'judge_sides', 'compare', 'check_rounds', 'build_comparator', 'comparator_streams',
-           'rewound_while', 'Standing', 'Rounds', 'round_stats']
+           'Standing', 'Rounds', 'round_stats']
 
 # %% ../../nbs/60_trainers/04_rounds.ipynb #56d8691d
 @dataclass
@@ -80,8 +79,8 @@ def compare(trainer: TrainerBase, comparator: Any, roles: Roles, reward: Any, it
             nodes = rollout(batch, roles, trainer.team, Unscored() if together else reward, args.preference_num_candidates, first_index=len(stats))
             answers = comparator.answers([roles.read(item) for item in batch], batch, args.comparator_candidates)
             for place, answer in enumerate(answers):
-                nodes[place], side = judge_sides(answer, nodes[place], roles, reward, len(stats), together)
-                node = nodes[place]
+                node, side = judge_sides(answer, nodes[place], roles, reward, len(stats), together)
+                nodes[place] = node
                 theirs = {"comparator_reward_mean": fmean(side.rewards.values())} if side.rewards else {}
                 pairs, counts = compared(node, side, args.pair_selection, args.preference_pairs_per_sample, rng)
                 found.pairs += pairs
@@ -127,18 +126,6 @@ def comparator_streams(args: Any) -> tuple[str, ...]:
     """The random streams of rounds: one per comparator place, and the replay's."""
     return (*(f"comparator {index}" for index in range(args.num_actors)), "replay")
 
-# %% ../../nbs/60_trainers/04_rounds.ipynb #23cb6f20
-@contextmanager
-def rewound_while(undone: Callable[[], bool], streams: Iterable[RandomStream]) -> Iterator[None]:
-    """When the block raises while `undone()`, every stream goes back to where it was: another attempt draws the same."""
-    saved = [(stream, stream.state_dict()) for stream in streams]
-    try:
-        yield
-    except BaseException:
-        for stream, state in saved if undone() else ():
-            stream.load_state_dict(state)
-        raise
-
 # %% ../../nbs/60_trainers/04_rounds.ipynb #3b531211
 class Standing:
     """Where iterative training stands, its comparator and its replay store."""
@@ -155,7 +142,7 @@ class Standing:
 
     def state_dict(self) -> dict[str, Any]:
         """Round, training set or what it is to be drawn from, and the replay's index; the files are `files()`."""
-        found = None if self.found is None else {entry.name: getattr(self.found, entry.name) for entry in fields(self.found)}
+        found = None if self.found is None else dict(vars(self.found))
         return {"iteration": self.iteration, "total_pairs": self.total_pairs, "batch": self.batch, "found": found, "store": self.store.state_dict()}
 
     def files(self) -> dict[str, Path]:
@@ -215,7 +202,7 @@ class Rounds(Standing):
         if self.found is None:
             if self.past is not None:
                 self.past.enter(self.iteration)
-            with rewound_while(lambda: self.found is None, trainer.setup.streams.values()):
+            with rewound_on_error(trainer.setup.streams.values(), lambda: self.found is None):
                 self.found = compare(trainer, self.comparator, roles, reward, self.iteration)
         current = self.store.index.current
         if current is None or current.number < self.iteration:

@@ -19,6 +19,7 @@ from ...models.loading import resolve_model_sources
 from ...models.reward import JointRewardModel
 from ...reward_source import RewardSource
 from ...reward_text import LearnedReward
+from ...saved import REWARD_MODEL, write_team
 from ...schedulers.device_scheduler import DeviceScheduler
 from ...setup import NUM_AGENTS, Inputs, Setup, is_central, prepare, resolve_args
 from ...streams import rewound_on_error
@@ -147,8 +148,9 @@ class MARLHFParts(Resumable):
         """Agents and critics as their trainer saves them, the judge as `reward_model`."""
         self.rl.save_model(output_dir)
         if self.reward_model is not None:
-            self.reward_model.save_pretrained(Path(output_dir) / "reward_model")
-            self.phase.learned.reader.tokenizer.save_pretrained(Path(output_dir) / "reward_model")
+            self.reward_model.save_pretrained(Path(output_dir) / REWARD_MODEL)
+            self.phase.learned.reader.tokenizer.save_pretrained(Path(output_dir) / REWARD_MODEL)
+            write_team(output_dir, self.team.modules, dict(zip(self.rl.critic_folders, self.rl.critics)), reward_model=True)
         for sink in self.sinks:
             sink.finish()
 
