@@ -16,9 +16,10 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
+from .last_layer import exchanged_attention
 from .logprobs import families, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
 from .models.modes import device_of, eval_mode, only_looking
-from .shared_prompt import SharedPromptLayer, can_share_prompt, sharing_prompt
+from .shared_prompt import SharedPromptLayer, can_share_prompt
 from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
@@ -113,7 +114,7 @@ def room_for(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width:
         yield
         return
     cache.layers = [SharedPromptLayer(layer, num, new + 1) for layer in cache.layers]
-    with sharing_prompt(model):
+    with exchanged_attention(model):
         yield
 
 

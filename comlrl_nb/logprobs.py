@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .last_layer import last_position_only, text_config
+
 # %% auto #0
 __all__ = ['CHUNK_ELEMENTS', 'Ids', 'PADDING_BUDGET', 'SAVED_TOKENS', 'gather_logprobs', 'pad_left', 'pad_right', 'position_ids',
-           'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill', 'text_config',
+           'TokenLogprobs', 'accepted_arguments', 'run_model', 'completion_logprobs_naive', 'Prefill',
            'keeps_everything', 'tolerates_left_padding', 'prefill', 'select_rows', 'distinct', 'length_groups',
            'least_saved', 'common_length', 'families', 'prompt_groups', 'completion_logprobs']
 
@@ -188,12 +190,6 @@ class Prefill:
     states: Tensor | None = None
 
 
-def text_config(model: nn.Module) -> Any:
-    """The configuration of the model's language part, None without any."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def keeps_everything(model: nn.Module) -> bool:
     """False when the configuration tells of layers that forget: sliding windows, recurrent states."""
     text = text_config(model)
@@ -229,7 +225,7 @@ def prefill(model: nn.Module, ids: Tensor, mask: Tensor, body: nn.Module | None 
     accepted = accepted_arguments(model)
     name = next((name for name in ("cache", "past_key_values") if {name, "use_cache"} <= accepted), None)
     seen: list[Tensor] = []
-    with ExitStack() as stack:
+    with last_position_only(model), ExitStack() as stack:
         if body is not None:
             stack.callback(body.register_forward_hook(lambda part, inputs, out: seen.append(out[0][:, -1])).remove)
         begun = _begin(model, ids, mask, start, name) if start and name is not None and keeps_everything(model) else {}

@@ -5,26 +5,19 @@
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #84f2570b
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .logprobs import prefill, text_config
-from .models.modes import is_plain_library_model
+from .last_layer import NAME, exchanged_attention, is_plain_library_model, text_config
+from .logprobs import prefill
 
 # %% auto #0
-__all__ = ['NAME', 'PromptPart', 'SharedPromptLayer', 'shared_prompt_attention', 'can_share_prompt', 'reads_shared_prompts',
-           'sharing_prompt']
+__all__ = ['PromptPart', 'SharedPromptLayer', 'can_share_prompt', 'reads_shared_prompts']
 
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #8e038035
 @dataclass
@@ -35,7 +28,33 @@ class PromptPart:
     values: torch.Tensor
     read: bool = False
 
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+        """Attention `[rows, Q, H, dim]` of `query [rows, H, Q, dim]` on the prompts and on own keys `[rows, heads, S, dim]`."""
+        self.read = True
+        count, kv_heads, past, _ = self.keys.shape
+        rows, heads, length, dim = query.shape
+        num, each = rows // count, heads // kv_heads * length
+        query = query * (dim**-0.5 if scaling is None else scaling)
 
+        def by_prompt(part: torch.Tensor) -> torch.Tensor:
+            return part.reshape(count, num, kv_heads, each, -1).transpose(1, 2).reshape(count, kv_heads, num * each, -1)
+
+        def by_row(part: torch.Tensor) -> torch.Tensor:
+            return part.view(count, kv_heads, num, each, -1).transpose(1, 2).reshape(rows, kv_heads, each, -1)
+
+        own = query.reshape(rows, kv_heads, each, dim) @ key.transpose(-1, -2)
+        scores = torch.cat([by_prompt(query) @ self.keys.transpose(-1, -2), by_prompt(own)], dim=-1)
+        if attention_mask is None and length > 1:
+            attention_mask = torch.ones(length, scores.shape[-1], dtype=torch.bool, device=scores.device).tril(past)[None, None]
+        if attention_mask is not None:
+            mask = attention_mask[..., :scores.shape[-1]].expand(rows, 1, length, -1).view(count, num, 1, 1, length, -1).transpose(1, 2)
+            by_query = scores.view(count, kv_heads, num, heads // kv_heads, length, -1)
+            by_query.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else by_query.add_(mask)
+        weights = (scores if scores.dtype == torch.float64 else scores.float()).softmax(-1).to(query.dtype)
+        out = by_row(weights[..., :past] @ self.values) + by_row(weights[..., past:].contiguous()) @ value
+        return out.view(rows, heads, length, -1).transpose(1, 2).contiguous()
+
+# %% ../nbs/30_interaction/01b_shared_prompt.ipynb #2f1c73d4
 class SharedPromptLayer(DynamicLayer):
     """Keys and values of B prompts `[B, heads, P, dim]`, and room for `capacity` own tokens of `num` samples of each."""
 
@@ -61,41 +80,6 @@ class SharedPromptLayer(DynamicLayer):
         self._show(end)
         return self.keys, self.values
 
-# %% ../nbs/30_interaction/01b_shared_prompt.ipynb #2f1c73d4
-NAME = "comlrl_nb_shared_prompt"
-
-
-def shared_prompt_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
-                            dropout: float = 0.0, scaling: float | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Attention of `query [rows, H, Q, dim]` on a shared prompt and own keys; the library's own attention where nothing is shared."""
-    prompt = getattr(key, "shared_prompt", None)
-    if prompt is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    prompt.read = True
-    prompt_keys, prompt_values, (rows, heads, length, dim) = prompt.keys, prompt.values, query.shape
-    count, kv_heads, past, _ = prompt_keys.shape
-    num, group = rows // count, heads // kv_heads
-    query = query * (dim**-0.5 if scaling is None else scaling)
-    packed = query.view(count, num, kv_heads, group * length, dim).transpose(1, 2).reshape(count, kv_heads, num * group * length, dim)
-    before = (packed @ prompt_keys.transpose(-1, -2)).view(count, kv_heads, num, group * length, past).transpose(1, 2).reshape(rows, kv_heads, group, length, past)
-    own = (query.reshape(rows, kv_heads, group * length, dim) @ key.transpose(-1, -2)).view(rows, kv_heads, group, length, key.shape[2])
-    scores = torch.cat([before, own], dim=-1)
-    if attention_mask is None and length > 1:
-        attention_mask = torch.ones(length, scores.shape[-1], dtype=torch.bool, device=scores.device).tril(past)[None, None]
-    if attention_mask is not None:
-        mask = attention_mask[:, :, None, :, :scores.shape[-1]]
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = (scores if scores.dtype == torch.float64 else scores.float()).softmax(-1).to(query.dtype)
-    left, right = weights[..., :past], weights[..., past:]
-    packed = left.reshape(count, num, kv_heads, group * length, past).transpose(1, 2).reshape(count, kv_heads, num * group * length, past)
-    out = (packed @ prompt_values).view(count, kv_heads, num, group * length, -1).transpose(1, 2).reshape(rows, kv_heads, group * length, -1)
-    out = out + right.reshape(rows, kv_heads, group * length, -1) @ value
-    return out.reshape(rows, heads, length, -1).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(NAME, shared_prompt_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #7cf2e318
 def can_share_prompt(model: nn.Module, cache: Any) -> bool:
     """On a processor, with the library's exchangeable attention without caps or windows, and plain cache layers, for a model that was seen to read them?"""
@@ -119,7 +103,7 @@ def reads_shared_prompts(model: nn.Module) -> bool:
         try:
             before = prefill(model, ids, torch.ones_like(ids, dtype=torch.bool))
             before.cache.layers = layers = [SharedPromptLayer(layer, 2, 1) for layer in before.cache.layers]
-            with sharing_prompt(model):
+            with exchanged_attention(model):
                 step = model(input_ids=torch.tensor([[3], [3]], device=device), attention_mask=torch.ones(2, 4, dtype=torch.long, device=device), use_cache=True,
                              **{before.cache_name: before.cache}).logits[:, -1].float()
             whole = model(input_ids=torch.tensor([[0, 1, 2, 3]], device=device), use_cache=False).logits[:, -1].float()
@@ -128,31 +112,3 @@ def reads_shared_prompts(model: nn.Module) -> bool:
         except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
             _seen[model] = False
     return _seen[model]
-
-
-_users: dict[int, int] = {}
-_guard = threading.Lock()
-
-
-def _enter(config: Any, change: int) -> None:
-    """One more or one fewer user of a configuration; the first sets the name, the last puts it back."""
-    with _guard:
-        _users[id(config)] = _users.get(id(config), 0) + change
-        config._attn_implementation = NAME if _users[id(config)] else "sdpa"
-        if not _users[id(config)]:
-            del _users[id(config)]
-
-
-@contextmanager
-def sharing_prompt(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model's attention reads shared prompts."""
-    found = {id(module.config): module.config for module in model.modules() if getattr(getattr(module, "config", None), "_attn_implementation", None) in ("sdpa", NAME)}
-    entered: list[Any] = []
-    try:
-        for config in found.values():
-            _enter(config, 1)
-            entered.append(config)
-        yield
-    finally:
-        for config in entered:
-            _enter(config, -1)

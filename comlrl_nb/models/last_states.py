@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..last_layer import last_position_only, text_config
 from comlrl_nb.logprobs import (
     PADDING_BUDGET, Ids, Prefill, accepted_arguments, distinct, families, least_saved, length_groups, pad_left, pad_right, position_ids, prefill, run_model, select_rows,
-    text_config, tolerates_left_padding,
+    tolerates_left_padding,
 )
 
 # %% auto #0
@@ -82,10 +83,15 @@ def _whole_states(model: nn.Module, texts: Sequence[Ids], pad_id: int) -> Tensor
     """States `[J, H]` of texts run whole, similar lengths together."""
     device = next(model.parameters()).device
     parts, order = [], []
+    left = tolerates_left_padding(model)
     for group in length_groups([len(ids) for ids in texts], PADDING_BUDGET.get(device.type, 4096)):
-        ids, mask = pad_right([texts[index] for index in group], pad_id, device)
-        last = torch.tensor([len(texts[index]) - 1 for index in group], device=device)
-        parts.append(final_states(model, ids, mask)[torch.arange(len(group), device=device), last])
+        chosen = [texts[index] for index in group]
+        if left:
+            with last_position_only(model):
+                parts.append(final_states(model, *pad_left(chosen, pad_id, device))[:, -1])
+        else:
+            last = torch.tensor([len(ids) - 1 for ids in chosen], device=device)
+            parts.append(final_states(model, *pad_right(chosen, pad_id, device))[torch.arange(len(group), device=device), last])
         order += group
     return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
 

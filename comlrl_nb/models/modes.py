@@ -11,8 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..last_layer import is_plain_library_model
+
 # %% auto #0
-__all__ = ['LIBRARY_ATTENTION', 'eval_mode', 'without_gradients', 'device_of', 'freeze', 'is_plain_library_model', 'only_looking']
+__all__ = ['eval_mode', 'without_gradients', 'device_of', 'freeze', 'only_looking']
 
 # %% ../../nbs/20_models/03_modes.ipynb #c89941a0
 @contextmanager
@@ -53,15 +55,6 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 # %% ../../nbs/20_models/03_modes.ipynb #8543e5a9
-LIBRARY_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "comlrl_nb_shared_prompt")
-
-
-def is_plain_library_model(model: nn.Module) -> bool:
-    """True when every part of the model and its attention are torch's or transformers' own, and no part has a hook or a `forward` of its own."""
-    own = ("torch.", "transformers.")
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(type(part).__module__.startswith(own) and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)) for part in model.modules())
-
-
 @contextmanager
 def only_looking(model: nn.Module) -> Iterator[None]:
     """No gradients inside the block; for a plain library model torch's inference mode, and nothing of it stays in the model."""
