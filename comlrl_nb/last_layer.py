@@ -19,19 +19,30 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 # %% auto #0
-__all__ = ['NAME', 'LIBRARY_ATTENTION', 'is_plain_library_model', 'text_config', 'attention', 'exchanged_attention',
-           'can_read_last_only', 'last_position_only']
+__all__ = ['NAME', 'LIBRARY_ATTENTION', 'hooks_of_others', 'is_of_the_library', 'is_plain_library_model', 'text_config',
+           'at_the_end', 'attention', 'exchanged_attention', 'can_read_last_only', 'last_position_only']
 
 # %% ../nbs/00_core/05_last_layer.ipynb #0075f76a
 NAME = "comlrl_nb"
 LIBRARY_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", NAME)
 
 
-def is_plain_library_model(model: nn.Module) -> bool:
-    """True when every part of the model and its attention are torch's or transformers' own, and no part has a hook or a `forward` of its own."""
+def hooks_of_others(part: nn.Module) -> tuple[int, int]:
+    """How many hooks wait before and after the part's forward, those of this page not counted."""
+    before, after = ([hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), _Narrowing)] for hooks in (part._forward_pre_hooks, part._forward_hooks))
+    return len(before), len(after)
+
+
+def is_of_the_library(model: nn.Module) -> bool:
+    """True when every part of the model and its attention are torch's or transformers' own, and no part has a `forward` of its own."""
     own = ("torch.", "transformers.")
     return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(
-        type(part).__module__.startswith(own) and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)) for part in model.modules())
+        type(part).__module__.startswith(own) and "forward" not in vars(part) for part in model.modules())
+
+
+def is_plain_library_model(model: nn.Module) -> bool:
+    """The same, and nobody has put a hook on a part."""
+    return is_of_the_library(model) and not any(any(hooks_of_others(part)) for part in model.modules())
 
 
 def text_config(model: nn.Module) -> Any:
@@ -40,7 +51,29 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 # %% ../nbs/00_core/05_last_layer.ipynb #2fa7fbdf
-_wanted: ContextVar[nn.Module | None] = ContextVar("the attention of which the last position is wanted", default=None)
+class _Narrowing:
+    """A block in which a model's last layer, whose attention is `reader`, computes the last position of its input only; others who run the model meanwhile are left alone."""
+
+    def __init__(self, reader: nn.Module):
+        self.reader = reader
+        self.widths: list[int] = []
+
+    def narrow(self, part: nn.Module, inputs: tuple) -> tuple | None:
+        if _going_on.get() is not self:
+            return None
+        self.widths.append(inputs[0].shape[1])
+        return (inputs[0][:, -1:], *inputs[1:])
+
+    def widen(self, part: nn.Module, inputs: tuple, out: torch.Tensor) -> torch.Tensor | None:
+        return at_the_end(out, self.widths.pop()) if _going_on.get() is self else None
+
+
+_going_on: ContextVar[_Narrowing | None] = ContextVar("the block that this thread is in", default=None)
+
+
+def at_the_end(last: torch.Tensor, length: int) -> torch.Tensor:
+    """`last [N, 1, ...]` as the last of `length` positions, zeros before it."""
+    return nn.functional.pad(last, (*(0, 0) * (last.dim() - 2), length - 1, 0))
 
 
 def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
@@ -49,16 +82,11 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     prompt = getattr(key, "shared_prompt", None)
     if prompt is not None:
         return prompt.attend(query, key, value, attention_mask, scaling), None
-    if module is not _wanted.get():
+    if module is not getattr(_going_on.get(), "reader", None):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     mask = None if attention_mask is None else attention_mask[:, :, -1:]
     last, _ = sdpa_attention_forward(module, query[:, :, -1:], key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    return _at_the_end(last, query.shape[2]), None
-
-
-def _at_the_end(last: torch.Tensor, length: int) -> torch.Tensor:
-    """`last [N, 1, ...]` as the last of `length` positions, zeros before it."""
-    return nn.functional.pad(last, (*(0, 0) * (last.dim() - 2), length - 1, 0))
+    return at_the_end(last, query.shape[2]), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -88,36 +116,42 @@ def exchanged_attention(model: nn.Module) -> Iterator[None]:
         yield
 
 # %% ../nbs/00_core/05_last_layer.ipynb #93a3aa8f
-def _last_parts(model: nn.Module) -> tuple[nn.Module, list[nn.Module]] | None:
-    """The last layer's attention, and the parts after it that look at each position by itself; None where they are not found."""
+def _last_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """The last layer with attention, and its attention; None where it is not found."""
     found = [(parent, part) for parent in model.modules() for part in parent.children() if hasattr(part, "is_causal") and isinstance(getattr(part, "layer_idx", None), int)]
-    if not found:
-        return None
-    layer, reader = max(found, key=lambda pair: pair[1].layer_idx)
-    named = [getattr(reader, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense")] + [getattr(layer, "mlp", None)]
-    return reader, [part for part in named if isinstance(part, nn.Module)]
+    return max(found, key=lambda pair: pair[1].layer_idx, default=None)
 
 
 @contextmanager
 def _narrowed(model: nn.Module) -> Iterator[None]:
     """Inside the block the last layer of `model` computes the last position of its input only."""
-    reader, parts = _last_parts(model) or (None, [])
-    widths: list[int] = []
-
-    def narrow(part: nn.Module, inputs: tuple) -> tuple:
-        widths.append(inputs[0].shape[1])
-        return (inputs[0][:, -1:], *inputs[1:])
-
+    layer, reader = _last_layer(model)
+    block = _Narrowing(reader)
+    named = [getattr(reader, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense")] + [getattr(layer, "mlp", None)]
     with ExitStack() as stack:
         stack.enter_context(exchanged_attention(model))
-        stack.callback(_wanted.reset, _wanted.set(reader))
-        for part in parts:
-            stack.callback(part.register_forward_pre_hook(narrow).remove)
-            stack.callback(part.register_forward_hook(lambda part, inputs, out: _at_the_end(out, widths.pop())).remove)
+        stack.callback(_going_on.reset, _going_on.set(block))
+        for part in named:
+            if isinstance(part, nn.Module):
+                stack.callback(part.register_forward_pre_hook(block.narrow).remove)
+                stack.callback(part.register_forward_hook(block.widen).remove)
         yield
 
 # %% ../nbs/00_core/05_last_layer.ipynb #30bc4066
 _seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+@contextmanager
+def _unheard(model: nn.Module) -> Iterator[None]:
+    """Inside the block no hook on a part of `model` is called."""
+    kept = [(hooks, dict(hooks)) for part in model.modules() for hooks in (part._forward_pre_hooks, part._forward_hooks) if hooks]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, known in kept:
+            hooks.update(known)
 
 
 def _needs_no_more(model: nn.Module) -> bool:
@@ -127,7 +161,7 @@ def _needs_no_more(model: nn.Module) -> bool:
         mask = torch.tensor([[0, 1, 1], [1, 1, 1]], device=device)
         inputs = dict(input_ids=torch.tensor([[0, 1, 2], [3, 1, 0]], device=device), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _unheard(model):
                 whole = body(**inputs)[0][:, -1].float()
                 with _narrowed(model):
                     narrow = body(**inputs)[0][:, -1].float()
@@ -138,10 +172,23 @@ def _needs_no_more(model: nn.Module) -> bool:
     return _seen[model]
 
 
+def _is_watched(model: nn.Module) -> bool:
+    """Could a hook of others see what the last layer leaves out?"""
+    layer, _ = _last_layer(model)
+    rows = next((list(part) for part in model.modules() if isinstance(part, nn.ModuleList) and any(layer is one for one in part)), [layer])
+    earlier = {id(part) for one in rows if one is not layer for part in one.modules()}
+    for part in model.modules():
+        before, after = hooks_of_others(part)
+        around = part is not layer and any(inner is layer for inner in part.modules())
+        if after and id(part) not in earlier or before and not around and id(part) not in earlier:
+            return True
+    return False
+
+
 def can_read_last_only(model: nn.Module) -> bool:
-    """For a plain library model in evaluation mode, with torch's scaled dot-product attention, that was seen to need no more."""
-    return (not model.training and getattr(text_config(model), "_attn_implementation", None) in ("sdpa", NAME) and is_plain_library_model(model)
-            and _last_parts(model) is not None and _needs_no_more(model))
+    """For a model of the library in evaluation mode, with torch's scaled dot-product attention, that was seen to need no more, and where nobody could see a difference."""
+    return (not model.training and getattr(text_config(model), "_attn_implementation", None) in ("sdpa", NAME) and is_of_the_library(model)
+            and _last_layer(model) is not None and not _is_watched(model) and _needs_no_more(model))
 
 
 @contextmanager
