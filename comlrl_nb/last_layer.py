@@ -139,6 +139,7 @@ def _narrowed(model: nn.Module) -> Iterator[None]:
 
 # %% ../nbs/00_core/05_last_layer.ipynb #30bc4066
 _seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_one_trial = threading.Lock()
 
 
 @contextmanager
@@ -156,20 +157,24 @@ def _unheard(model: nn.Module) -> Iterator[None]:
 
 def _needs_no_more(model: nn.Module) -> bool:
     """Is the last position what it was when the last layer computes nothing else? Tried once per model."""
-    if model not in _seen:
-        device, body = next(model.parameters()).device, getattr(model, "base_model", model)
-        mask = torch.tensor([[0, 1, 1], [1, 1, 1]], device=device)
-        inputs = dict(input_ids=torch.tensor([[0, 1, 2], [3, 1, 0]], device=device), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
-        try:
-            with torch.no_grad(), _unheard(model):
-                whole = body(**inputs)[0][:, -1].float()
-                with _narrowed(model):
-                    narrow = body(**inputs)[0][:, -1].float()
-            rounding = torch.finfo(next(model.parameters()).dtype).eps**0.5
-            _seen[model] = bool((narrow - whole).abs().max() <= rounding * whole.std())
-        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
-            _seen[model] = False
-    return _seen[model]
+    with _one_trial:
+        if model not in _seen:
+            _seen[model] = _tried(model)
+        return _seen[model]
+
+
+def _tried(model: nn.Module) -> bool:
+    device, body = next(model.parameters()).device, getattr(model, "base_model", model)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]], device=device)
+    inputs = dict(input_ids=torch.tensor([[0, 1, 2], [3, 1, 0]], device=device), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
+    try:
+        with torch.no_grad(), _unheard(model):
+            whole = body(**inputs)[0][:, -1].float()
+            with _narrowed(model):
+                narrow = body(**inputs)[0][:, -1].float()
+    except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
+        return False
+    return bool((narrow - whole).abs().max() <= torch.finfo(next(model.parameters()).dtype).eps**0.5 * whole.std())
 
 
 def _is_watched(model: nn.Module) -> bool:
