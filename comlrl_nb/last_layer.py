@@ -181,11 +181,12 @@ def _is_watched(model: nn.Module) -> bool:
     """Could a hook of others see what the last layer leaves out?"""
     layer, _ = _last_layer(model)
     rows = next((list(part) for part in model.modules() if isinstance(part, nn.ModuleList) and any(layer is one for one in part)), [layer])
-    earlier = {id(part) for one in rows if one is not layer for part in one.modules()}
+    ends = [getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
+    blind = {id(part) for one in (*rows, *ends) if one is not None and one is not layer for part in one.modules()}
+    around = {id(part) for part in model.modules() if part is not layer and any(inner is layer for inner in part.modules())}
     for part in model.modules():
         before, after = hooks_of_others(part)
-        around = part is not layer and any(inner is layer for inner in part.modules())
-        if after and id(part) not in earlier or before and not around and id(part) not in earlier:
+        if id(part) not in blind and (after or before and id(part) not in around):
             return True
     return False
 
