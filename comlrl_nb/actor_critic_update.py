@@ -13,7 +13,7 @@ import torch
 from .agents import Agents
 from .critics import Critics
 from .experience import Experience, JointSample
-from .losses import NonFiniteError, value_loss
+from .losses import NonFiniteError, after_prompt, value_loss
 from .models.actor_critic import CausalLMWithValueHead, head_values, text_values
 from .models.last_states import body_of
 from .policy_update import POLICY_TOKENS, AgentLoss, Credited, loss_stats, policy_backward
@@ -55,7 +55,8 @@ def value_loss_of(values: torch.Tensor, mine: Sequence[Experience], places: Sequ
     targets, old = (torch.tensor([getattr(one, name) for one in own], dtype=torch.float64).to(values) for name in ("target", "value"))
     broken = (~torch.isfinite((values.detach() - targets) ** 2)).nonzero().flatten().tolist()
     if broken:
-        raise NonFiniteError(f"agent {agent}, turn {own[broken[0]].turn + 1}, sample {places[broken[0]]} of the batch: its critic's value is {values[broken[0]].item()}, its target {targets[broken[0]].item()}; "
+        one = own[broken[0]]
+        raise NonFiniteError(f"agent {agent}, turn {one.turn + 1}, sample {places[broken[0]]} of the batch, {after_prompt(one.prompt.text)}: its critic's value is {values[broken[0]].item()}, its target {one.target}; "
                              "this step was not taken. Look for a too large critic_learning_rate")
     return value_loss(values, targets, old, rule.clip_range) * (len(own) / len(mine))
 
@@ -162,4 +163,4 @@ def credited_samples(samples: Sequence[JointSample], agent: int) -> Credited:
     """The completions of `agent` with their advantages."""
     mine = [(place, sample.experiences[agent]) for place, sample in enumerate(samples) if sample.experiences[agent].advantage]
     return Credited(entries=[(one.prompt.token_ids, one.completion.token_ids) for _, one in mine], advantages=[one.advantage for _, one in mine],
-                    labels=[f"turn {one.turn + 1}, sample {place} of the batch" for place, one in mine], total=len(samples))
+                    labels=[f"turn {one.turn + 1}, sample {place} of the batch, {after_prompt(one.prompt.text)}" for place, one in mine], total=len(samples))

@@ -202,7 +202,17 @@ class WandbSink(Callback):
         if not installed("wandb"):
             raise ValueError("wandb_config: it is given but wandb is not installed; install it with: pip install 'comlrl_nb[wandb]'")
         self.config, self.run_config, self.run = dict(wandb_config), dict(run_config or {}), None
-        self.sections = self.config.get("config_sections") or {}
+        self.sections = self._section(self.config, "config_sections")
+        for name in ("output", "dataset"):
+            self._section(self.sections, name, "config_sections.")
+
+    @staticmethod
+    def _section(holder: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
+        """The dictionary `name` in `holder`, an empty one where there is None. ValueError for anything else."""
+        found = holder.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            raise ValueError(f"wandb_config: {path}{name} must be None or a dictionary, got {found!r}")
+        return found or {}
 
     @property
     def verbose(self) -> bool:

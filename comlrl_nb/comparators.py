@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,12 +24,13 @@ from .prompts import encode_text_completion
 from .remote import RemoteModel
 from .remote_formats import Request
 from .round_files import write_atomically
+from .schedulers.device_scheduler import unwrap_model
 from .trainers.preference.centralized import CentralizedComparatorAdapter, split_roles
 from .types import Completion
 from .writers import Actor, Writers
 
 # %% auto #0
-__all__ = ['Written', 'Source', 'LocalSource', 'same_weights', 'Current', 'CurrentCopy', 'Fixed', 'Past', 'Remote',
+__all__ = ['Written', 'Source', 'LocalSource', 'same_weights', 'Current', 'CurrentCopy', 'Fixed', 'keep_actor', 'Past', 'Remote',
            'same_vocabulary', 'in_tokens_of', 'JointAnswers', 'RoleComparator', 'CentralComparator']
 
 # %% ../nbs/40_preference/05_comparators.ipynb #5cac3c42
@@ -122,8 +124,20 @@ class Fixed(LocalSource):
         return self.fixed
 
 # %% ../nbs/40_preference/05_comparators.ipynb #560c26d1
+def keep_actor(actor: Actor, folder: Path) -> None:
+    """Write an actor and its tokenizer as `folder`, whole or not at all."""
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        unwrap_model(actor.module).save_pretrained(unfinished)
+        actor.tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 class Past(LocalSource):
-    """The policies that entered earlier rounds, kept in `folder`; `keep_all` keeps every round's."""
+    """The policies that entered earlier rounds: in `folder` the weights of those that round ν−k needs (k = 0: none), with `keep_all` every round's as folders for `from_pretrained`."""
 
     def __init__(self, team: Writers, places: Sequence[int], devices: Sequence[torch.device], k: int, folder: str | Path, keep_all: bool):
         super().__init__()
@@ -145,14 +159,23 @@ class Past(LocalSource):
         """Keep the present weights as those that enter round `iteration`, and drop what no later round needs."""
         target = self.round_folder(iteration)
         target.mkdir(parents=True, exist_ok=True)
-        for place, actor in enumerate(self.team.actors):
-            buffer = io.BytesIO()
-            torch.save({name: value.detach().cpu() for name, value in actor.model.state_dict().items()}, buffer)
-            write_atomically(target / f"agent_{place}.pt", [buffer.getvalue()])
         write_atomically(target / "run", [self.run.encode()])
-        for old in range(1, iteration - self.k) if not self.keep_all else ():
-            if self.round_folder(old).exists():
-                shutil.rmtree(self.round_folder(old))
+        for place, actor in enumerate(self.team.actors):
+            if self.k:
+                buffer = io.BytesIO()
+                torch.save({name: value.detach().cpu() for name, value in actor.model.state_dict().items()}, buffer)
+                write_atomically(target / f"agent_{place}.pt", [buffer.getvalue()])
+            if self.keep_all:
+                keep_actor(actor, target / f"agent_{place}")
+        for old in range(1, iteration - self.k):
+            self._drop(self.round_folder(old))
+
+    def _drop(self, folder: Path) -> None:
+        """What no later round is compared with; what is kept for later runs stays."""
+        if not self.keep_all and folder.exists():
+            shutil.rmtree(folder)
+        for weights in folder.glob("agent_*.pt"):
+            weights.unlink()
 
     def writers(self, iteration: int) -> Writers:
         then = max(1, iteration - self.k)

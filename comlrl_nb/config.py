@@ -5,9 +5,9 @@
 # %% ../nbs/00_core/01_config.ipynb #84756dde
 from __future__ import annotations
 
-import math
 import numbers
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -57,11 +57,11 @@ def invalid(owner: Any, name: str, allowed: str) -> ValueError:
 
 # %% ../nbs/00_core/01_config.ipynb #93820995
 def check_int(owner: Any, name: str, minimum: int, optional: bool = False) -> None:
-    """An integer of at least `minimum`, or None when `optional`."""
+    """An integer of at least `minimum` that 64 bits can hold, or None when `optional`."""
     value = getattr(owner, name)
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not minimum <= value < 2**63:
         raise invalid(owner, name, f"{'None or ' if optional else ''}an integer of at least {minimum}")
     setattr(owner, name, int(value))
 
@@ -78,7 +78,7 @@ def check_real(owner: Any, name: str, minimum: float | None = None, above: float
     value = getattr(owner, name)
     if value is None and optional:
         return
-    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if fits and (minimum is None or value >= minimum) and (above is None or value > above) and (maximum is None or value <= maximum):
         setattr(owner, name, float(value))
     else:
@@ -89,7 +89,7 @@ def check_choice(owner: Any, name: str, allowed: Iterable[str] | Mapping[str, tu
     """One of the words `allowed`; a mapping gives each word its aliases. The field then holds the canonical word."""
     value = getattr(owner, name)
     spelled = value.strip().lower() if isinstance(value, str) else value
-    for word in allowed:
+    for word in allowed if value is None or isinstance(value, str) else ():
         if spelled == word or isinstance(allowed, Mapping) and spelled in allowed[word]:
             setattr(owner, name, word)
             return
@@ -114,7 +114,8 @@ def check_text(owner: Any, name: str, optional: bool = False) -> None:
 def check_folder(owner: Any, name: str, optional: bool = True) -> None:
     """A path, or None when `optional`."""
     value = getattr(owner, name)
-    if not (value is None and optional) and not (isinstance(value, (str, os.PathLike)) and os.fspath(value)):
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not (value is None and optional) and not (isinstance(path, str) and path and "\0" not in path):
         raise invalid(owner, name, f"{'None or ' if optional else ''}a path")
 
 # %% ../nbs/00_core/01_config.ipynb #f9da937f
@@ -354,9 +355,9 @@ class RunOptions(Config):
         check_int(self, "max_prompt_length", 1, optional=True)
         check_choice(self, "on_nonfinite", ("raise", "skip"))
         check_file(self, "history_file")
-        given = [self.report_to] if isinstance(self.report_to, str) else self.report_to or ()
-        if self.report_to is not None and (not isinstance(given, (list, tuple)) or any(name not in REPORT_TO for name in given)):
-            raise invalid(self, "report_to", f"None or some of {', '.join(map(repr, REPORT_TO))}")
+        given = [self.report_to] if isinstance(self.report_to, str) else () if self.report_to is None else self.report_to
+        if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) and name in REPORT_TO for name in given) or len(set(given)) < len(given):
+            raise invalid(self, "report_to", f"None or some of {', '.join(map(repr, REPORT_TO))}, each once")
         for name in given:
             if not installed(name):
                 raise ValueError(f"{type(self).__name__}: {missing(name, name)}")

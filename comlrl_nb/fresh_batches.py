@@ -5,13 +5,9 @@
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #863cb481
 from __future__ import annotations
 
-import hashlib
-import json
-import numbers
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 from .items import Items
@@ -20,8 +16,7 @@ from .streams import RandomStream
 from .types import Stats
 
 # %% auto #0
-__all__ = ['Entry', 'minibatches', 'exactly', 'at_least', 'plain', 'fingerprint', 'Rows', 'SameDraws', 'Filling', 'Buffer',
-           'FreshBatches']
+__all__ = ['Entry', 'minibatches', 'exactly', 'at_least', 'Rows', 'SameDraws', 'Filling', 'Buffer', 'FreshBatches']
 
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #3620a277
 class Entry(Protocol):
@@ -51,27 +46,6 @@ def exactly(entries: Sequence[Any], capacity: int) -> tuple[list[list[Any]], lis
 def at_least(entries: Sequence[Any], capacity: int) -> tuple[list[list[Any]], list[Any]]:
     """One full buffer of all entries once there are `capacity`, and nothing left; else all of them are left."""
     return ([list(entries)], []) if len(entries) >= capacity else ([], list(entries))
-
-# %% ../nbs/50_training/05a_fresh_batches.ipynb #fc412416
-def plain(value: Any) -> Any:
-    """A value of a row as JSON knows it; of what is neither text nor a number only the kind."""
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else type(value).__name__
-
-
-def fingerprint(dataset: Any, count: int = 64) -> str | None:
-    """A short text that differs where one of `count` rows does; None for a dataset without length or places, or whose rows change."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
-        return None
-    last = len(dataset) - 1
-    places = sorted({last * k // (count - 1) for k in range(count)})
-    first, again = (json.dumps([plain(dataset[place]) for place in places], sort_keys=True) for _ in range(2))
-    return hashlib.sha256(first.encode()).hexdigest()[:16] if first == again else None
 
 # %% ../nbs/50_training/05a_fresh_batches.ipynb #a3000987
 class Rows:
@@ -108,20 +82,11 @@ class Rows:
     def next_epoch(self) -> None:
         self.position, self.ordered, self._unread = 0, False, None
 
-    @cached_property
-    def fingerprint(self) -> str | None:
-        return fingerprint(self.items.dataset)
-
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "order": self.order, "ordered": self.ordered, "length": self.items.length, "fingerprint": self.fingerprint}
+        return {"position": self.position, "order": self.order, "ordered": self.ordered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same dataset; other rows are a `ValueError`."""
-        if state["length"] != self.items.length:
-            raise ValueError(f"{self.items.name}: it has {self.items.length} rows, the saved run's had {state['length']}")
-        known = state.get("fingerprint")
-        if known is not None and self.fingerprint not in (None, known):
-            raise ValueError(f"{self.items.name}: its {self.items.length} rows are not those of the saved run; give the same dataset, or begin a new run")
+        """Go on from a state of the same dataset."""
         self.position, self.order, self.ordered = state["position"], state["order"], state["ordered"]
         self.taken, self._unread = [], None
 
@@ -213,7 +178,7 @@ class FreshBatches:
         return {"epoch": self.epoch, "reported": self.reported, "stats": self.stats, "before": self.draws.before, **self.buffer.state_dict(), **self.rows.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same dataset; other rows are a `ValueError`, and nothing is changed."""
+        """Go on from a state of the same dataset."""
         self.rows.load_state_dict(state)
         self.epoch, self.reported, self.draws.before = state["epoch"], state["reported"], list(state.get("before", []))
         self.buffer.load_state_dict(state)

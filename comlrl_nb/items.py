@@ -5,13 +5,17 @@
 # %% ../nbs/30_interaction/06_items.ipynb #27d91488
 from __future__ import annotations
 
+import hashlib
+import json
+import numbers
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from .streams import RandomStream
 
 # %% auto #0
-__all__ = ['walk', 'as_row', 'column_names', 'Items']
+__all__ = ['walk', 'as_row', 'column_names', 'plain', 'fingerprint', 'Items']
 
 # %% ../nbs/30_interaction/06_items.ipynb #7c1ca3c8
 def walk(dataset: Any) -> Iterator[Any]:
@@ -42,6 +46,27 @@ def column_names(dataset: Any) -> tuple[str, ...]:
     rows = dataset if isinstance(dataset, (list, tuple)) else [row for row, _ in zip(walk(dataset), range(1))]
     return tuple(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
 
+# %% ../nbs/30_interaction/06_items.ipynb #8be68275
+def plain(value: Any) -> Any:
+    """A value of a row as JSON knows it; of what is neither text nor a number only the kind."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else type(value).__name__
+
+
+def fingerprint(dataset: Any, count: int = 64) -> str | None:
+    """A short text that differs where one of `count` rows does; None for a dataset without length or places, or whose rows change."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+        return None
+    last = len(dataset) - 1
+    places = sorted({last * k // (count - 1) for k in range(count)})
+    first, again = (json.dumps([plain(dataset[place]) for place in places], sort_keys=True) for _ in range(2))
+    return hashlib.sha256(first.encode()).hexdigest()[:16] if first == again else None
+
 # %% ../nbs/30_interaction/06_items.ipynb #fcebcd96
 class Items:
     """The rows of a dataset; `name` is the argument it came from and stands in every error."""
@@ -66,6 +91,18 @@ class Items:
     def length(self) -> int | None:
         """Number of rows; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells these rows from others: their number and a fingerprint, each None where there is none."""
+        return {"length": self.length, "fingerprint": fingerprint(self.dataset)}
+
+    def require_same(self, saved: Mapping[str, Any]) -> None:
+        """Raise when these are not the rows whose `identity` was saved."""
+        if saved["length"] != self.length:
+            raise ValueError(f"{self.name}: it has {self.length} rows, the saved run's had {saved['length']}; give the same dataset, or begin a new run")
+        if None not in (saved["fingerprint"], self.identity["fingerprint"]) and saved["fingerprint"] != self.identity["fingerprint"]:
+            raise ValueError(f"{self.name}: its {self.length} rows are not those of the saved run; give the same dataset, or begin a new run")
 
     def require(self) -> None:
         """Raise when there is nothing to train on."""

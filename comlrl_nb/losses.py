@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from .types import Stats
 
 # %% auto #0
-__all__ = ['masked_mean', 'NonFiniteError', 'require_finite', 'policy_gradient_loss', 'value_loss', 'bradley_terry_loss',
-           'pair_accuracy', 'madpo_loss', 'madpo_weights', 'madpo_agent_loss', 'k3_kl', 'kl_penalised']
+__all__ = ['masked_mean', 'NonFiniteError', 'after_prompt', 'require_finite', 'policy_gradient_loss', 'value_loss',
+           'bradley_terry_loss', 'pair_accuracy', 'madpo_loss', 'madpo_weights', 'madpo_agent_loss', 'k3_kl',
+           'kl_penalised']
 
 # %% ../nbs/10_math/02_losses.ipynb #55164b1c
 def _check_shapes(**tensors: Tensor | None) -> None:
@@ -35,6 +36,11 @@ def masked_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
 # %% ../nbs/10_math/02_losses.ipynb #19fd0325
 class NonFiniteError(ValueError):
     """A number that training depends on is NaN or infinite."""
+
+
+def after_prompt(text: str, limit: int = 60) -> str:
+    """How an error says which item it is about: `after the prompt 'say …'`."""
+    return f"after the prompt {text if len(text) <= limit else text[:limit - 1] + '…'!r}"
 
 
 def require_finite(tensor: Tensor, what: str) -> Tensor:

@@ -18,6 +18,8 @@ __all__ = ['try_to_write', 'installed', 'missing']
 # %% ../nbs/00_core/00a_outputs.ipynb #99d4999d
 def try_to_write(path: Path) -> None:
     """Raise `OSError` when the file cannot be written; nothing is changed or left behind."""
+    if path.is_symlink() and not path.exists() and not Path(os.path.realpath(path)).parent.is_dir():
+        raise FileNotFoundError(f"it is a link to {os.path.realpath(path)}, whose folder does not exist")
     try:
         folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -14,7 +14,7 @@ from torch import nn
 
 from .agents import Actor, Agents
 from .logprobs import completion_logprobs
-from .losses import NonFiniteError, policy_gradient_loss
+from .losses import NonFiniteError, after_prompt, policy_gradient_loss
 from .scoring import CompletionTable, split_table, table_of
 from .step import gradient_step, guarded, norm_stats
 from .types import Node, Stats
@@ -42,7 +42,7 @@ def credited_of(nodes: Sequence[Node], agent: int) -> Credited:
     found = [(node, n, k) for n, node in enumerate(nodes) if any(node.advantages[agent]) for k in range(len(node.generations[agent]))]
     return Credited(entries=[(node.generations[agent].prompt.token_ids, node.generations[agent].completions[k].token_ids) for node, _, k in found],
                     advantages=[node.advantages[agent][k] for node, _, k in found],
-                    labels=[f"turn {node.turn + 1}, node {n} of the batch, sample {k}" for node, n, k in found],
+                    labels=[f"turn {node.turn + 1}, node {n} of the batch, sample {k}, {after_prompt(node.prompts[agent].text)}" for node, n, k in found],
                     total=sum(len(node.generations[agent]) for node in nodes))
 
 # %% ../nbs/50_training/03a_policy_update.ipynb #eda7fb44

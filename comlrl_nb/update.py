@@ -12,7 +12,7 @@ import torch
 
 from .agents import Agents
 from .logprobs import completion_logprobs
-from .losses import NonFiniteError, madpo_loss, require_finite
+from .losses import NonFiniteError, after_prompt, madpo_loss, require_finite
 from .scoring import GRAPH_TOKENS, CompletionTable, split_table, table_of
 from .step import gradient_step, guarded, norm_stats
 from .types import PreferencePair, Stats
@@ -82,12 +82,12 @@ class Scorer:
         return completion_logprobs(model, part.prompts, part.completions, part.owner, pad_id=pad_id).sums(score_last_token=self.score_last_token)
 
 # %% ../nbs/50_training/03_update.ipynb #9a051ac1
-def require_finite_margins(margins: torch.Tensor) -> None:
-    """Raise a `NonFiniteError` naming agent, turn and pair of the first margin `[N, P]` that is not finite."""
+def require_finite_margins(margins: torch.Tensor, pairs: Sequence[PreferencePair]) -> None:
+    """Raise a `NonFiniteError` naming agent, turn, pair and prompt of the first margin `[N, P]` that is not finite."""
     broken = (~torch.isfinite(margins)).nonzero()
     if len(broken):
         agent, place = broken[0].tolist()
-        raise NonFiniteError(f"agent {agent}, turn 1, pair {place} of the batch: its margin is {margins[agent, place].item()}; "
+        raise NonFiniteError(f"agent {agent}, turn 1, pair {place} of the batch, {after_prompt(pairs[place].prompts[agent].text)}: its margin is {margins[agent, place].item()}; "
                              "no weight was changed. Look for infinite logits: a too large learning rate, or float16 weights")
 
 # %% ../nbs/50_training/03_update.ipynb #cf1ad89d
@@ -106,7 +106,7 @@ def madpo_update(agents: Agents, pairs: Sequence[PreferencePair], beta: float, s
 def _step_on(agents: Agents, scorers: Sequence[Scorer], pairs: Sequence[PreferencePair], beta: float, reference: torch.Tensor | None) -> tuple[float, Stats]:
     forward = agents.each(lambda index: scorers[index].forward())
     margins = torch.stack([one.values for one in forward])
-    require_finite_margins(margins)
+    require_finite_margins(margins, pairs)
     margins.requires_grad_(True)
     loss, numbers = madpo_loss(margins, beta, reference)
     gradient, = torch.autograd.grad(loss, margins)

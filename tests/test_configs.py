@@ -230,6 +230,12 @@ BAD = [  # configuration, what is wrong, the field the message must name, what i
     ("MADPOIterConfig", dict(comparator_api_extra_body=[1]), "comparator_api_extra_body", "a mapping"),
     ("MADPOIterConfig", dict(comparator_api_headers={"a": 1}), "comparator_api_headers", "a mapping"),
     ("MARLHFIterConfig", dict(preference_scoring_reward="mine"), "preference_scoring_reward", "'reward_model'"),
+    ("MAGRPOConfig", dict(agent_learning_rate=10**400), "agent_learning_rate", "a finite number"),
+    ("MAGRPOConfig", dict(num_generations=2**63), "num_generations", "an integer of at least"),
+    ("MAGRPOConfig", dict(joint_mode=np.array(["aligned", "cross"])), "joint_mode", "'aligned'"),
+    ("MAGRPOConfig", dict(joint_mode=["aligned"]), "joint_mode", "'aligned'"),
+    *(("MAGRPOConfig", dict(report_to=value), "report_to", "each once") for value in (0, False, {"wandb": 1}, ["tensorboard", "tensorboard"], [["wandb"]], "wandb,trackio")),
+    ("MAGRPOConfig", dict(output_dir="runs\0"), "output_dir", "a path"),
 ]
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_runs import Stop, differs, finished, make, outcome
+from checkpoint_runs import RUNS, Stop, differs, finished, make, outcome
 from comlrl_nb.callbacks import Callback
-from comlrl_nb.fresh_batches import FreshBatches, fingerprint
+from comlrl_nb.fresh_batches import FreshBatches
+from comlrl_nb.items import fingerprint
 from comlrl_nb.packing import Packer, unpack
 from reinforce_runs import rows
 
@@ -44,11 +45,11 @@ def test_other_rows_are_refused_before_anything_changes(case, tmp_path):
     assert differs(before, outcome(other)) == "" and other.run.update == 0
 
 
-@pytest.mark.parametrize("name", ["MAAC", "IAC-heads"])
-def test_every_family_that_plays_refuses_other_rows(name, tmp_path):
-    saved_after(name, 2, tmp_path)
-    other = make(name, tmp_path / "second", train_dataset=OTHERS["another prompt"](rows()))
-    with pytest.raises(ValueError, match="^train_dataset: its 3 rows are not those of the saved run"):
+@pytest.mark.parametrize("name", RUNS)
+def test_every_trainer_refuses_other_rows(name, tmp_path):
+    known = saved_after(name, 2, tmp_path).setup.train.dataset
+    other = make(name, tmp_path / "second", train_dataset=OTHERS["another prompt"](known))
+    with pytest.raises(ValueError, match=f"^train_dataset: its {len(known)} rows are not those of the saved run"):
         other.load_checkpoint(tmp_path / "saved")
 
 
@@ -80,7 +81,7 @@ def test_the_same_rows_in_another_form_are_taken(same, tmp_path):
 @pytest.mark.parametrize("dataset", [lambda: Lazy(lambda row: {**row, "noise": random.random()}), lambda: datasets.Dataset.from_list(rows()).to_iterable_dataset()])
 def test_rows_that_cannot_be_compared_are_taken(dataset, tmp_path):
     trainer = saved_after("MAGRPO", 2, tmp_path, train_dataset=dataset())
-    assert trainer.source.state_dict()["fingerprint"] is None
+    assert trainer.setup.train.identity["fingerprint"] is None
     second = make("MAGRPO", tmp_path / "second", train_dataset=dataset())
     second.train(resume_from_checkpoint=tmp_path / "saved")
     assert second.run.update > trainer.run.update
@@ -124,7 +125,7 @@ def test_a_state_without_the_new_entries_is_taken(tmp_path):
     expected = finished(make("MAGRPO", tmp_path / "0"))
     trainer = saved_after("MAGRPO", 2, tmp_path)
     state = trainer.state_dict()
-    del state["own"]["source"]["before"], state["own"]["source"]["fingerprint"]
+    del state["own"]["source"]["before"]
     second = make("MAGRPO", tmp_path / "second")
     second.load_state_dict(state, tmp_path)
     assert differs(expected, finished(second)) == ""

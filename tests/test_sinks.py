@@ -600,6 +600,14 @@ def test_a_sink_that_fails_at_the_end_leaves_the_trainer_usable(tmp_path):
     assert mine.rows and not trainer.run.watching
 
 
+@pytest.mark.parametrize("sections, name", [("text", "config_sections"), ({"output": True}, "config_sections.output"), ({"dataset": ["toy"]}, "config_sections.dataset")])
+def test_wandb_sections_of_another_kind_are_refused_before_the_run(sections, name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    with pytest.raises(ValueError, match=f"wandb_config: {name} must be None or a dictionary, got "):
+        run(tmp_path, wandb_config={"project": "mine", "config_sections": sections})
+    assert run(tmp_path, wandb_config={"project": "mine", "config_sections": {"output": None, "dataset": {}}}).verbose
+
+
 # nothing that was not asked for
 
 def test_without_any_package_everything_else_works(tmp_path, monkeypatch):

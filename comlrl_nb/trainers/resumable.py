@@ -129,6 +129,8 @@ class Resumable(TrainerBase):
         folder = Path(checkpoint)
         state, about = read_checkpoint(folder)
         check_same_run(self, about, str(folder))
+        if "rows" in about:
+            self.setup.train.require_same(about["rows"])
         with rewound_on_error(self.setup.streams.values()):
             self.load_state_dict(state, folder)
         self.run_id, self.sequence = about["run_id"], about["sequence"]
@@ -156,6 +158,6 @@ class Resumable(TrainerBase):
 def described(trainer: Resumable, sequence: int) -> dict[str, Any]:
     """What a checkpoint says about its run; `wandb` is what a resumed run needs to go on in the same Weights & Biases run."""
     run = next((sink.run for sink in trainer.sinks if sink.run is not None), None)
-    return {"trainer_class": type(trainer).__name__, "algorithm": trainer.algorithm_name, "run_id": trainer.run_id, "sequence": sequence, "saved_at": time.time(),
+    return {"trainer_class": type(trainer).__name__, "rows": trainer.setup.train.identity, "algorithm": trainer.algorithm_name, "run_id": trainer.run_id, "sequence": sequence, "saved_at": time.time(),
             "update": trainer.run.update, "env_step": trainer.run.env_step, "config": {name: repr(value) for name, value in trainer.args.as_dict().items()},
             "wandb": None if run is None else {"id": run.id, "project": run.project, "entity": run.entity}}

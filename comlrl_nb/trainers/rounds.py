@@ -114,7 +114,8 @@ def build_comparator(trainer: TrainerBase, adapter: Any, model_config: Any, fold
     devices = follow(args.comparator_devices, leaders, "comparator_devices")
     devices = [devices[place] for place in places]
     kept = args.policy_checkpoint_dir is not None
-    past = Past(team, places, devices, args.comparator_history_k or 1, args.policy_checkpoint_dir or folder / "policies", kept) if kept or args.comparator_policy == "history" else None
+    k = (args.comparator_history_k or 1) if args.comparator_policy == "history" else 0
+    past = Past(team, places, devices, k, args.policy_checkpoint_dir or folder / "policies", kept) if kept or k else None
     sources = {"current": lambda: Current(team, places), "current_copy": lambda: CurrentCopy(team, places, devices), "history": lambda: past,
                "model": lambda: Fixed(fixed_models(args, team, places, devices, model_config), team), "api": lambda: Remote(RemoteModel.from_config(args), places)}
     source = sources[args.comparator_policy]()
