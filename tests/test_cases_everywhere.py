@@ -48,9 +48,9 @@ def test_c11_missing_tokens_never_become_none_ids(name, tmp_path):
 
 @every_trainer
 def test_c14_no_prompt_is_longer_than_asked_and_the_end_is_kept(name, tmp_path):
-    text = f"a long introduction that {name} does not need, and then the question: ab"
+    text = "a long introduction that nobody needs, and then the question: ab"
     with pytest.warns(UserWarning, match="max_prompt_length=8"):
-        trainer = make(name, tmp_path, train_dataset=[{**row, "prompt": f"{text}{n}"} for n, row in enumerate(rows())], max_prompt_length=8)
+        trainer = make(name, tmp_path, train_dataset=[{**row, "prompt": f"{text}{n}"} for n, row in enumerate(rows())], max_prompt_length=8, tokenizer=without())
         node = trainer.rollout(trainer.setup.train.dataset[0])
         trainer.train()
     for prompt in node.prompts:

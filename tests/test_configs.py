@@ -235,7 +235,7 @@ BAD = [  # configuration, what is wrong, the field the message must name, what i
     ("MAGRPOConfig", dict(joint_mode=np.array(["aligned", "cross"])), "joint_mode", "'aligned'"),
     ("MAGRPOConfig", dict(joint_mode=["aligned"]), "joint_mode", "'aligned'"),
     *(("MAGRPOConfig", dict(report_to=value), "report_to", "each once") for value in (0, False, {"wandb": 1}, ["tensorboard", "tensorboard"], [["wandb"]], "wandb,trackio")),
-    ("MAGRPOConfig", dict(output_dir="runs\0"), "output_dir", "a path"),
+    *(("MAGRPOConfig", {field: "runs\0"}, field, "a path") for field in ("output_dir", "history_file")),
 ]
 
 

@@ -86,12 +86,13 @@ def impossible(folder):
     (folder / "notes.txt").write_text("kept")
     os.mkfifo(folder / "pipe")
     (folder / "loop").symlink_to(folder / "loop")
-    return {"a folder": folder, "under a file": folder / "notes.txt" / "h.jsonl", "deep under a file": folder / "notes.txt" / "a" / "h.jsonl", "a null byte": f"{folder}/h\0.jsonl",
+    (folder / "lost").symlink_to(folder / "gone" / "h.jsonl")
+    return {"a folder": folder, "under a file": folder / "notes.txt" / "h.jsonl", "deep under a file": folder / "notes.txt" / "a" / "h.jsonl", "a link into a folder that is gone": folder / "lost",
             "a long name": folder / ("h" * 300), "a pipe": folder / "pipe", "a loop of links": folder / "loop", "a folder that takes nothing": "/proc/none/h.jsonl"}
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-@pytest.mark.parametrize("case", ["a folder", "under a file", "deep under a file", "a null byte", "a long name", "a pipe", "a loop of links", "a folder that takes nothing"])
+@pytest.mark.parametrize("case", ["a folder", "under a file", "deep under a file", "a link into a folder that is gone", "a long name", "a pipe", "a loop of links", "a folder that takes nothing"])
 def test_a_history_file_that_cannot_be_written(case, tmp_path):
     value = impossible(tmp_path)[case]
     before = sorted(path.name for path in tmp_path.iterdir())
