@@ -143,6 +143,9 @@ class Past(LocalSource):
         super().__init__()
         self.team, self.places, self.devices = team, tuple(places), tuple(devices)
         self.k, self.folder, self.keep_all, self.run = k, Path(folder), keep_all, ""
+        for place, actor in enumerate(team.actors) if keep_all else ():
+            if not hasattr(unwrap_model(actor.module), "save_pretrained"):
+                raise ValueError(f"policy_checkpoint_dir: agent {place} ({type(actor.module).__name__}) has no save_pretrained, so its rounds cannot be kept; give none")
 
     def round_folder(self, iteration: int) -> Path:
         return self.folder / f"iteration_{iteration:04d}"

@@ -147,8 +147,31 @@ def wrapped_team():
     return [Wrapped(model, 0.1 * (i + 1)) for i, model in enumerate(team(("gpt2", "gpt2")))]
 
 
+def lora_team():
+    """Adapters that train on frozen models."""
+    peft = pytest.importorskip("peft")
+    places = (["c_attn"], ["q_proj", "v_proj"])
+    return [peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=names, fan_in_fan_out=names == ["c_attn"], task_type="CAUSAL_LM")) for model, names in zip(team(("gpt2", "llama")), places)]
+
+
+@pytest.mark.parametrize("policy", ["current", "current_copy", "history"])
+def test_adapters_train_and_what_they_stand_on_stays(policy):
+    agents = lora_team()
+    before = {name: value.clone() for index, model in enumerate(agents) for name, value in model.state_dict(prefix=f"{index} ").items()}
+    trained(agents=agents, comparator_policy=policy, num_iterations=2, policy_checkpoint_dir="kept", **(dict(comparator_devices="cpu:1") if policy == "current_copy" else {}))
+    after = {name: value for index, model in enumerate(agents) for name, value in model.state_dict(prefix=f"{index} ").items()}
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all("lora_" in name for name in moved) and {name[0] for name in moved} == {"0", "1"}
+    assert sorted(path.name for path in Path("kept/iteration_0002/agent_1").iterdir() if path.name.startswith("adapter")) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_model_that_cannot_be_saved_is_not_kept():
+    with pytest.raises(ValueError, match="policy_checkpoint_dir: agent 0 .Wrapped. has no save_pretrained"):
+        make(agents=wrapped_team(), policy_checkpoint_dir="kept")
+
+
 @pytest.mark.parametrize("policy", ["current_copy", "history"])
-@pytest.mark.parametrize("agents", [lambda: team(("gpt2", "llama")), wrapped_team])
+@pytest.mark.parametrize("agents", [lambda: team(("gpt2", "llama")), wrapped_team, lora_team])
 def test_copies_on_another_device_are_made_from_the_weights_alone(policy, agents, monkeypatch):
     trainer = make(agents=agents(), comparator_policy=policy, comparator_devices="cpu:1")
 
@@ -157,6 +180,7 @@ def test_copies_on_another_device_are_made_from_the_weights_alone(policy, agents
 
     for owner, name in ((AutoModelForCausalLM, "from_config"), (AutoModelForCausalLM, "from_pretrained"), (PreTrainedModel, "from_pretrained"), (PreTrainedModel, "__init__")):
         monkeypatch.setattr(owner, name, refuse)
+    trainable = [p.requires_grad for model in trainer.agents for p in model.parameters()]
     if trainer.rounds.past is not None:
         trainer.rounds.past.enter(1)
     with asked(trainer) as answers:
@@ -165,7 +189,7 @@ def test_copies_on_another_device_are_made_from_the_weights_alone(policy, agents
         assert all(not p.requires_grad and p.grad is None for model in copies for p in model.parameters())
         assert not {p.data_ptr() for model in copies for p in model.parameters()} & {p.data_ptr() for model in trainer.agents for p in model.parameters()}
         assert answers(2)[0].joints
-    assert all(p.requires_grad for model in trainer.agents for p in model.parameters())
+    assert [p.requires_grad for model in trainer.agents for p in model.parameters()] == trainable
 
 
 def test_a_copy_follows_training_and_is_forgotten_after_its_round():

@@ -110,7 +110,7 @@ def run(path, wanted):
     for cell in notebook.cells:
         if cell.cell_type == "code" and not is_skipped(cell.source, wanted):
             cell.outputs = []
-    client = Client(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
+    client = Client(notebook, timeout=3600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
                     store_widget_state=True, record_timing=False)
     client.wanted = wanted
     execute(client)
