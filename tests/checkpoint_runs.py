@@ -58,11 +58,12 @@ RUNS = {  # name → make(**changes): a new trainer
     "MARLHFIter-own-score": given(iterative_runs.make, "MARLHF", preference_scoring_reward="reward_model", preference_replay_mode="all_history", **ROUNDS),
 }
 FAMILIES = ("MAGRPO", "MAAC", "IAC-heads", "MADPO", "MARLHF-iac", "MADPOIter", "MARLHFIter")
+LONG = {f"{name}, {epochs} epochs": given(RUNS[name], num_train_epochs=epochs) for name, epochs in {"MAGRPO": 3, "MAAC": 3, "IAC-heads": 4, "MADPO": 6}.items()}  # 12 updates and more
 
 
 def make(name, folder, **changes):
     """A new trainer that writes its own files under `folder`."""
-    return RUNS[name](**{"output_dir": str(folder), **changes})
+    return (RUNS | LONG)[name](**{"output_dir": str(folder), **changes})
 
 
 @contextmanager
