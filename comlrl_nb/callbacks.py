@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .outputs import installed
-from .history import History
+from .history import HEADLINES, History
 from .types import Node
 
 # %% auto #0
@@ -121,8 +121,7 @@ def row_line(row: Mapping[str, Any], shown: Sequence[str]) -> str:
 class Table(Callback):
     """Shows the history rows as they come: a live table in a notebook, one line per row elsewhere."""
 
-    def __init__(self, shown: Sequence[str] = ("loss", "margin", "preference_accuracy", "turn_1/reward_mean", "eval/turn_1/reward_mean"),
-                 last: int = 12, file=None):
+    def __init__(self, shown: Sequence[str] = HEADLINES, last: int = 12, file=None):
         self.shown, self.last, self.file = tuple(shown), last, file
         self.rows: list[Mapping[str, Any]] = []
         self.handle = None

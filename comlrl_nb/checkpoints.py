@@ -78,7 +78,7 @@ def newest_complete(folder: str | os.PathLike) -> Path:
             return path
         except BrokenCheckpoint as error:
             warnings.warn(f"{error}; going back to the one before", stacklevel=3)
-    raise FileNotFoundError(f"{os.fspath(folder)}: there is no complete checkpoint to resume from")
+    raise FileNotFoundError(f"{os.fspath(folder)}: there is no complete checkpoint to resume from; leave resume_from_checkpoint out to begin a new run")
 
 
 def resolve_resume(resume: Any, folder: str | os.PathLike | None) -> Path | None:
@@ -93,6 +93,10 @@ def resolve_resume(resume: Any, folder: str | os.PathLike | None) -> Path | None
         raise ValueError(f"resume_from_checkpoint: None, True, 'latest' or a path is needed, got {resume!r}")
     if not Path(resume).is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint: {os.fspath(resume)} does not exist")
+    if checkpoints_in(resume) and not (Path(resume) / METADATA).exists():
+        raise ValueError(f"resume_from_checkpoint: {os.fspath(resume)} holds checkpoints and is none itself; give one of them, or this folder as checkpoint_dir with resume_from_checkpoint=True")
+    if (Path(resume) / "agent_0").is_dir():
+        raise ValueError(f"resume_from_checkpoint: {os.fspath(resume)} is a team that save_model wrote; comlrl_nb.saved.load_agents reads it, to begin a new run with")
     return Path(resume)
 
 # %% ../nbs/50_training/07a_checkpoints.ipynb #6139fcde

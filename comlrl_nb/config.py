@@ -5,6 +5,7 @@
 # %% ../nbs/00_core/01_config.ipynb #84756dde
 from __future__ import annotations
 
+import difflib
 import numbers
 import os
 import sys
@@ -19,15 +20,33 @@ from .outputs import installed, missing, try_to_write
 from .types import markdown_table
 
 # %% auto #0
-__all__ = ['REPORT_TO', 'Config', 'invalid', 'check_int', 'interval', 'check_real', 'check_choice', 'check_flag', 'check_text',
-           'check_folder', 'check_file', 'is_device', 'check_devices', 'Core', 'Collaboration', 'Placement',
-           'GroupSize', 'Sampling', 'Horizon', 'Pairing', 'Episode', 'Evaluation', 'Buffer', 'Normalization',
-           'Baseline', 'ReferenceKL', 'RunOptions', 'CriticTraining', 'SeparateCritic', 'CriticTarget', 'ValueHead']
+__all__ = ['TRAIN_ARGUMENTS', 'REPORT_TO', 'remedy', 'Config', 'invalid', 'check_int', 'interval', 'check_real', 'check_choice',
+           'check_flag', 'check_text', 'check_folder', 'check_file', 'is_device', 'check_devices', 'Core',
+           'Collaboration', 'Placement', 'GroupSize', 'Sampling', 'Horizon', 'Pairing', 'Episode', 'Evaluation',
+           'Buffer', 'Normalization', 'Baseline', 'ReferenceKL', 'RunOptions', 'CriticTraining', 'SeparateCritic',
+           'CriticTarget', 'ValueHead']
 
 # %% ../nbs/00_core/01_config.ipynb #7245f464
+TRAIN_ARGUMENTS = ("resume_from_checkpoint", "checkpoint_dir", "checkpoint_interval", "checkpoint_total_limit", "checkpoint_unit")
+
+
+def remedy(name: str, known: Iterable[str]) -> str:
+    """What to do about a `name` that is not among those `known`: the nearest of them, or where it belongs."""
+    near = difflib.get_close_matches(name, sorted(known), n=3)
+    if name in TRAIN_ARGUMENTS and name not in near:
+        return "it is an argument of train()"
+    return f"did you mean {' or '.join(near)}?" if near else "nothing there has a name like it"
+
+
 @dataclass
 class Config:
     """What all groups share: each group's `check` runs once, when the configuration is built and at every `validate()`."""
+
+    def __new__(cls, *values: Any, **named: Any):
+        known = {entry.name for entry in fields(cls)}
+        for name in named.keys() - known:
+            raise TypeError(f"{cls.__name__}: there is no field {name!r}; {remedy(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self.validate()

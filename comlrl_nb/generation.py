@@ -5,7 +5,8 @@
 # %% ../nbs/30_interaction/02_generation.ipynb #3bbf14fb
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,17 +17,18 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
+from .config import TRAIN_ARGUMENTS, remedy
 from .last_layer import exchanged_attention
-from .logprobs import families, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
+from .logprobs import accepted_arguments, families, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
 from .models.modes import device_of, eval_mode, only_looking
 from .shared_prompt import SharedPromptLayer, can_share_prompt
 from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
-__all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'plain_generation_config', 'RoomyLayer', 'make_room', 'is_library_generate',
-           'room_for', 'prompt_once_rows', 'common_start', 'generate_rows', 'trim', 'to_completions', 'split_calls',
-           'checked_rows', 'sample']
+__all__ = ['RESERVED', 'TOKENS_PER_CALL', 'Sampling', 'is_library_generate', 'check_generation_keywords',
+           'plain_generation_config', 'RoomyLayer', 'make_room', 'room_for', 'prompt_once_rows', 'common_start',
+           'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -49,6 +51,19 @@ class Sampling:
             raise ValueError(f"generation keywords {taken} are set by the config; change the config's fields instead")
         return dict(max_new_tokens=self.max_new_tokens, do_sample=True, temperature=self.temperature, top_p=self.top_p,
                     top_k=self.top_k or 0, num_beams=1, return_dict_in_generate=True, **self.extra)
+
+# %% ../nbs/30_interaction/02_generation.ipynb #680b389c
+def is_library_generate(model: nn.Module) -> bool:
+    """True when nobody wrapped or replaced the model's `generate`."""
+    return getattr(getattr(model, "generate", None), "__func__", None) is GenerationMixin.generate
+
+
+def check_generation_keywords(model: nn.Module, keywords: Iterable[str]) -> None:
+    """Raise for a keyword of `train()` that is not one of its own and that the library's `generate` would not take. A `generate` of somebody's own may take anything."""
+    known = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters, *accepted_arguments(model), "tokenizer", "assistant_tokenizer"}
+    for name in keywords if is_library_generate(model) else ():
+        if name not in known:
+            raise ValueError(f"train: {name!r} is neither an argument of train() nor a keyword of generate; {remedy(name, {*known, *TRAIN_ARGUMENTS})}")
 
 # %% ../nbs/30_interaction/02_generation.ipynb #61c7fa6f
 @contextmanager
@@ -101,11 +116,6 @@ def make_room(cache: Any, owner: torch.Tensor, capacity: int) -> None:
         select_rows(cache, owner)
 
 # %% ../nbs/30_interaction/02_generation.ipynb #9c4053c2
-def is_library_generate(model: nn.Module) -> bool:
-    """True when nobody wrapped or replaced the model's `generate`."""
-    return getattr(getattr(model, "generate", None), "__func__", None) is GenerationMixin.generate
-
-
 @contextmanager
 def room_for(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width: int, new: int) -> Iterator[None]:
     """Make `cache` that of `num` samples per prompt: the prompt kept once where the model can read it so, else a copy per sample."""

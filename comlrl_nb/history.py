@@ -76,7 +76,8 @@ class History:
 
 # %% ../nbs/50_training/00_history.ipynb #ff820f20
 CLOCKS = ("kind", "update", "env_step")
-HEADLINES = ("loss", "margin", "preference_accuracy", "turn_1/reward_mean", "eval/turn_1/reward_mean")
+HEADLINES = ("loss", "margin", "preference_accuracy", "turn_1/reward_mean", "turn_2/reward_mean", "reward_model/pairs_accuracy", "iter/train_preference_pairs", "iter/turn_1/reward_mean",
+             "iter/comparator_reward_mean", "eval/turn_1/reward_mean", "eval/last_reward")
 
 
 def text_table(history: History, last: int = 10, width: int = 110) -> str:

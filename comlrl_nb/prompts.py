@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,8 +16,9 @@ from weakref import WeakKeyDictionary
 from .types import Completion, Prompt
 
 # %% auto #0
-__all__ = ['Formatter', 'default_formatter', 'names_external_prompts', 'AgentFormatter', 'build_formatters', 'added_in_front',
-           'warn_shortened', 'keep_end', 'encode_prompt', 'encode_text_completion', 'ChatFormatter', 'chat_formatter']
+__all__ = ['Formatter', 'default_formatter', 'noting', 'names_external_prompts', 'AgentFormatter', 'build_formatters',
+           'added_in_front', 'warn_shortened', 'keep_end', 'encode_prompt', 'encode_text_completion', 'ChatFormatter',
+           'chat_formatter']
 
 # %% ../nbs/30_interaction/00_prompts.ipynb #8559622c
 Formatter = Callable[..., str]
@@ -31,6 +33,16 @@ def default_formatter(item: Mapping[str, Any], external_prompts: str | None = No
     return item["prompt"]
 
 # %% ../nbs/30_interaction/00_prompts.ipynb #c3e79c05
+@contextmanager
+def noting(what: str) -> Iterator[None]:
+    """Inside the block an exception gets the note `what`."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise
+
+# %% ../nbs/30_interaction/00_prompts.ipynb #c8dc7b2c
 def names_external_prompts(function: Formatter) -> bool:
     """Has the function a parameter `external_prompts`?"""
     try:
@@ -52,7 +64,8 @@ class AgentFormatter:
         if external_prompts is not None:
             item = {**item, "_original_prompt": item.get("prompt", ""), "prompt": external_prompts}
         passed = self.takes_external and (self.pass_none or external_prompts is not None)
-        text = self.function(item, external_prompts=external_prompts) if passed else self.function(item)
+        with noting(f"raised by the formatter of agent {self.agent_idx}; the item has the columns {sorted(map(str, item))}"):
+            text = self.function(item, external_prompts=external_prompts) if passed else self.function(item)
         if not isinstance(text, str) or not text:
             raise ValueError(f"formatter of agent {self.agent_idx} must return a non-empty string, got {text!r}")
         return text

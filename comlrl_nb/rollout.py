@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from .prompts import noting
 from .trainers.preference.centralized import CentralizedComparatorAdapter, split_roles
 from .types import Generation, JointResponse, Node, Stats
 from .utils.reward_utils import RewardFunction, name_of
@@ -138,9 +139,10 @@ def ask_transition(transition: Callable[..., Sequence[str]], item: Mapping[str, 
                    responses: Sequence[Sequence[str]], where: str) -> list[str]:
     """The next texts `[N]` from the histories `prompts` and `responses` `[N][turns so far]`; a wrong answer is a `ValueError`."""
     count = len(responses)
-    texts = transition(prompt=item.get("prompt", ""), agent_completions=[own[-1] for own in responses], num_agents=count,
-                       prompt_history_per_agent=[list(own) for own in prompts], response_history_per_agent=[list(own) for own in responses])
     source = f"external_transition {name_of(transition)}{where}"
+    with noting(f"raised by {source}, which is called with prompt, agent_completions, num_agents, prompt_history_per_agent and response_history_per_agent"):
+        texts = transition(prompt=item.get("prompt", ""), agent_completions=[own[-1] for own in responses], num_agents=count,
+                           prompt_history_per_agent=[list(own) for own in prompts], response_history_per_agent=[list(own) for own in responses])
     if not isinstance(texts, (list, tuple)) or len(texts) != count:
         got = f"{len(texts)} values" if isinstance(texts, (list, tuple)) else repr(texts)
         raise ValueError(f"{source}: a list of {count} prompts is needed, one per agent, got {got}")

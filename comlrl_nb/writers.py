@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .generation import Sampling, sample
+from .generation import Sampling, check_generation_keywords, sample
 from .losses import NonFiniteError
 from .parallel import AgentWorkers
 from .prompts import encode_prompt
@@ -103,6 +103,8 @@ class Writers:
     @contextmanager
     def generating_with(self, keywords: Mapping[str, Any]) -> Iterator[None]:
         """Inside the block every call of `generate` gets these keywords too."""
+        for actor in self.actors:
+            check_generation_keywords(actor.sampled, keywords)
         kept, self.sampling = self.sampling, replace(self.sampling, extra=dict(keywords))
         try:
             self.sampling.keywords()

@@ -93,6 +93,26 @@ def test_c68_fewer_rows_than_a_batch_are_learned_from(name, count, tmp_path):
 
 
 @every_trainer
+def test_a_misspelt_argument_of_train_is_refused_before_anything_is_played(name, tmp_path):
+    played = []
+    trainer = make(name, tmp_path, reward_func=lambda first, second: played.append(first) or 0.0)
+    for given, remedy in ((dict(checkpoint_dri="out"), "did you mean checkpoint_dir"), (dict(num_train_epochs=1), ""), (dict(repetition_penalti=2.0), "repetition_penalty")):
+        with pytest.raises(ValueError, match=f"^train: '{next(iter(given))}' is neither an argument of train.. nor a keyword of generate; .*{remedy}"):
+            trainer.train(**given)
+    assert not played and trainer.run.update == 0
+
+
+@every_trainer
+def test_an_error_of_the_users_says_whose_code_it_was(name, tmp_path):
+    def judge_them(first, second):
+        return {}["missing"]
+
+    with pytest.raises(KeyError, match="missing") as caught:
+        make(name, tmp_path, reward_func=judge_them).train()
+    assert any(note.startswith("raised by reward_func judge_them, item 0, sample 0") for note in caught.value.__notes__)
+
+
+@every_trainer
 def test_c68_no_rows_is_an_error(name, tmp_path):
     with pytest.raises(ValueError, match="train_dataset.*no rows"):
         make(name, tmp_path, train_dataset=[]).train()

@@ -853,3 +853,12 @@ def test_folders_that_a_run_chose_stay_its_own_when_it_goes_on(root, tmp_path):
     again = make("MADPOIter", tmp_path / "second", **places)
     again.train(resume_from_checkpoint=True, checkpoint_dir=tmp_path / "kept")
     assert differs(expected, outcome(again)) == ""
+
+
+def test_a_folder_of_checkpoints_or_a_saved_team_is_no_checkpoint(tmp_path):
+    trainer = make("MAGRPO", tmp_path / "run")
+    trainer.train(checkpoint_dir=tmp_path / "kept", checkpoint_unit="updates")
+    trainer.save_model(tmp_path / "team")
+    for place, remedy in (("kept", "give one of them, or this folder as checkpoint_dir with resume_from_checkpoint=True"), ("team", "comlrl_nb.saved.load_agents reads it")):
+        with pytest.raises(ValueError, match=remedy):
+            make("MAGRPO", tmp_path / "second").train(resume_from_checkpoint=tmp_path / place)

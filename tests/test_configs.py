@@ -255,6 +255,13 @@ def test_every_configuration_names_an_unknown_field():
             config_class(key)(no_such_field=1)
 
 
+@pytest.mark.parametrize("name, remedy", [("num_generation", "did you mean num_generations"), ("learning_rate", "did you mean agent_learning_rate"), ("per_device_train_batch_size", "train_batch_size"),
+                                          ("checkpoint_dir", "it is an argument of train"), ("zzz", "nothing there has a name like it")])
+def test_an_unknown_field_is_answered_with_the_nearest_one(name, remedy):
+    with pytest.raises(TypeError, match=f"^MAGRPOConfig: there is no field '{name}'; .*{remedy}"):
+        configs.MAGRPOConfig(**{name: 1})
+
+
 def test_validate_sees_a_later_change_and_resolves_aliases_again():
     args = configs.MAGRPOConfig()
     args.joint_mode = "crossed"

@@ -77,7 +77,7 @@ class KeywordOnly:
     def __new__(cls, *values: Any, **named: Any):
         if values:
             raise TypeError(f"{cls.__name__} takes its fields by name, got {len(values)} without a name")
-        return super().__new__(cls)
+        return super().__new__(cls, **named)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..prompts import noting
 from ..types import markdown_table
 
 # %% auto #0
@@ -131,6 +132,12 @@ class Binding:
     args: tuple[Source, ...]
     kwargs: dict[str, Source]
 
+    @property
+    def words(self) -> str:
+        """What each parameter receives, in words."""
+        own = [f"{name} = {source.label}" for name, source in self.named.items()]
+        return ", ".join(own + [f"*args = {' and '.join(source.label for source in self.args)}"] * bool(self.args))
+
     def call(self, function: Callable[..., Any], inputs: RewardInputs) -> Any:
         """Call the function once."""
         arguments = {}
@@ -214,11 +221,17 @@ class RewardFunction:
         """
         where = "" if item_index is None else f", item {item_index}"
         if self.batched and texts:
-            raw = self._call(prompts, texts, item)
+            with noting(f"raised by {self.name}{where}"):
+                raw = self._call(prompts, texts, item)
             rows = split_batch(raw, len(texts), self.num_agents if self.per_agent else None, f"{self.name}{where}")
         else:
-            rows = (self._values(self._call(prompts, [joint], item), f"{self.name}{where}, sample {k}") for k, joint in enumerate(texts))
+            rows = (self._judged(prompts, joint, item, f"{self.name}{where}, sample {k}") for k, joint in enumerate(texts))
         return [self._reward(row, f"{self.name}{where}, sample {k}") for k, row in enumerate(rows)]
+
+    def _judged(self, prompts: Sequence[str], joint: Sequence[str], item: Mapping[str, Any], source: str) -> list[Any]:
+        with noting(f"raised by {source}"):
+            raw = self._call(prompts, [joint], item)
+        return self._values(raw, source)
 
     def _call(self, prompts: Sequence[str], texts: Sequence[Sequence[str]], item: Mapping[str, Any]) -> Any:
         by_agent = [[joint[idx] for joint in texts] for idx in range(self.num_agents)]
@@ -228,7 +241,7 @@ class RewardFunction:
         values = entries(raw)
         if len(values) != 1 and not (self.per_agent and len(values) == self.num_agents):
             allowed = f"1 value or {self.num_agents} (one per agent)" if self.per_agent else "1 value"
-            raise ValueError(f"{source}: expected {allowed} for a joint response, got {len(values)}: {shown(plain(raw))}")
+            raise ValueError(f"{source}: expected {allowed} for a joint response, got {len(values)}: {shown(plain(raw))}; it was called with {self.binding.words}")
         return values
 
     def _reward(self, values: Sequence[Any], source: str) -> Reward:
