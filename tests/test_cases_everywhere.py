@@ -4,12 +4,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from checkpoint_runs import make
+import checkpoint_runs
 from comlrl_nb.toy import fast_tokenizer, micro_tokenizer
 from reinforce_runs import rows
 
 TRAINERS = ("MAGRPO", "MAREINFORCE", "MARLOO", "MAReMax", "CentralizedMAGRPO", "MAAC-Q", "IAC", "IAC-heads", "MADPO", "MARLHF-maac", "MADPOIter", "MARLHFIter")
 every_trainer = pytest.mark.parametrize("name", TRAINERS)
+
+
+def make(name, folder, **changes):
+    """One epoch, or one round."""
+    once = dict(num_iterations=1) if "Iter" in name else {}
+    return checkpoint_runs.make(name, folder, **{"num_train_epochs": 1, **once, **changes})
 
 
 def moved(trainer, before):
@@ -77,8 +83,7 @@ def test_c33_rewards_of_a_wrong_shape_are_refused_and_change_nothing(name, tmp_p
 
 
 @every_trainer
-@pytest.mark.parametrize("count", [1, 3])
-def test_c68_fewer_rows_than_a_batch_are_learned_from(name, count, tmp_path):
+def test_c68_fewer_rows_than_a_batch_are_learned_from(name, tmp_path, count=3):
     seen = []
 
     def letters(first, second, prompts):

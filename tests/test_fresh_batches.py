@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_runs import RUNS, Stop, differs, finished, make, outcome
+from checkpoint_runs import FAMILIES, Stop, differs, finished, make, outcome
 from comlrl_nb.callbacks import Callback
 from comlrl_nb.fresh_batches import FreshBatches
 from comlrl_nb.items import fingerprint
@@ -45,7 +45,7 @@ def test_other_rows_are_refused_before_anything_changes(case, tmp_path):
     assert differs(before, outcome(other)) == "" and other.run.update == 0
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_trainer_refuses_other_rows(name, tmp_path):
     known = saved_after(name, 2, tmp_path).setup.train.dataset
     other = make(name, tmp_path / "second", train_dataset=OTHERS["another prompt"](known))
