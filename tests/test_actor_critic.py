@@ -1216,7 +1216,7 @@ def test_a_value_loss_that_overflows_stops_before_any_step(kind):
         for model in trainer.critics or trainer.agents:
             model.value_head.out.bias.fill_(3e20)  # finite, its square is not
     before = everything(trainer)
-    with pytest.raises(NonFiniteError, match=r"agent 0, turn 1, sample \d of the batch: its critic's value is 3.*e\+20"):
+    with pytest.raises(NonFiniteError, match=r"agent 0, turn 1, sample \d of the batch, after the prompt '.*': its critic's value is 3.*e\+20"):
         trainer.train()
     assert same(before, everything(trainer)) and trainer.env_step == 0
 
