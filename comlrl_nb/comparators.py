@@ -126,10 +126,11 @@ class Fixed(LocalSource):
 # %% ../nbs/40_preference/05_comparators.ipynb #560c26d1
 def keep_actor(actor: Actor, folder: Path) -> None:
     """Write an actor and its tokenizer as `folder`, whole or not at all."""
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # by a process of this run that was killed
+        shutil.rmtree(left, ignore_errors=True)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        unwrap_model(actor.module).save_pretrained(unfinished)
-        actor.tokenizer.save_pretrained(unfinished)
+        actor.save(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:

@@ -5,8 +5,9 @@
 # %% ../nbs/00_core/05_last_layer.ipynb #e405f8a8
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,7 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 # %% auto #0
 __all__ = ['NAME', 'LIBRARY_ATTENTION', 'hooks_of_others', 'is_of_the_library', 'is_plain_library_model', 'text_config',
-           'at_the_end', 'attention', 'exchanged_attention', 'can_read_last_only', 'last_position_only']
+           'at_the_end', 'attention', 'exchanged_attention', 'tried_once', 'same_but_rounding', 'can_read_last_only',
+           'last_position_only']
 
 # %% ../nbs/00_core/05_last_layer.ipynb #0075f76a
 NAME = "comlrl_nb"
@@ -28,16 +30,16 @@ LIBRARY_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attentio
 
 
 def hooks_of_others(part: nn.Module) -> tuple[int, int]:
-    """How many hooks wait before and after the part's forward, those of this page not counted."""
+    """How many hooks wait before and after the part's forward (for its gradients, too), those of this page not counted."""
     before, after = ([hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), _Narrowing)] for hooks in (part._forward_pre_hooks, part._forward_hooks))
-    return len(before), len(after)
+    return len(before), len(after) + len(part._backward_hooks) + len(part._backward_pre_hooks)
 
 
 def is_of_the_library(model: nn.Module) -> bool:
-    """True when every part of the model and its attention are torch's or transformers' own, and no part has a `forward` of its own."""
+    """True when every part of the model and its attention are torch's or transformers' own, and no part has a `forward` of its own or was compiled."""
     own = ("torch.", "transformers.")
     return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(
-        type(part).__module__.startswith(own) and "forward" not in vars(part) for part in model.modules())
+        type(part).__module__.startswith(own) and "forward" not in vars(part) and part._compiled_call_impl is None for part in model.modules())
 
 
 def is_plain_library_model(model: nn.Module) -> bool:
@@ -117,15 +119,14 @@ def exchanged_attention(model: nn.Module) -> Iterator[None]:
 
 # %% ../nbs/00_core/05_last_layer.ipynb #93a3aa8f
 def _last_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The last layer with attention, and its attention; None where it is not found."""
+    """The last layer with attention, and that attention; None where there is none of the library's kind."""
     found = [(parent, part) for parent in model.modules() for part in parent.children() if hasattr(part, "is_causal") and isinstance(getattr(part, "layer_idx", None), int)]
     return max(found, key=lambda pair: pair[1].layer_idx, default=None)
 
 
 @contextmanager
-def _narrowed(model: nn.Module) -> Iterator[None]:
-    """Inside the block the last layer of `model` computes the last position of its input only."""
-    layer, reader = _last_layer(model)
+def _narrowed(model: nn.Module, layer: nn.Module, reader: nn.Module) -> Iterator[None]:
+    """Inside the block the last `layer` of `model`, whose attention is `reader`, computes the last position of its input only."""
     block = _Narrowing(reader)
     named = [getattr(reader, name, None) for name in ("o_proj", "out_proj", "c_proj", "dense")] + [getattr(layer, "mlp", None)]
     with ExitStack() as stack:
@@ -138,8 +139,26 @@ def _narrowed(model: nn.Module) -> Iterator[None]:
         yield
 
 # %% ../nbs/00_core/05_last_layer.ipynb #30bc4066
-_seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_one_trial = threading.Lock()
+def tried_once(trial: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
+    """The verdict of a `trial` on a model, which is made once; a trial that the model does not go through is a no."""
+    known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+    one_at_a_time = threading.Lock()
+
+    @functools.wraps(trial)
+    def verdict(model: nn.Module) -> bool:
+        with one_at_a_time:
+            if model not in known:
+                try:
+                    known[model] = trial(model)
+                except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
+                    known[model] = False
+            return known[model]
+    return verdict
+
+
+def same_but_rounding(found: torch.Tensor, wanted: torch.Tensor, model: nn.Module) -> bool:
+    """Do two results of `model` differ by no more than half of the digits of its weights?"""
+    return bool((found - wanted).float().abs().max() <= torch.finfo(next(model.parameters()).dtype).eps**0.5 * wanted.float().std())
 
 
 @contextmanager
@@ -155,31 +174,20 @@ def _unheard(model: nn.Module) -> Iterator[None]:
             hooks.update(known)
 
 
+@tried_once
 def _needs_no_more(model: nn.Module) -> bool:
-    """Is the last position what it was when the last layer computes nothing else? Tried once per model."""
-    with _one_trial:
-        if model not in _seen:
-            _seen[model] = _tried(model)
-        return _seen[model]
-
-
-def _tried(model: nn.Module) -> bool:
+    """Is the last position what it was when the last layer computes nothing else?"""
     device, body = next(model.parameters()).device, getattr(model, "base_model", model)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]], device=device)
     inputs = dict(input_ids=torch.tensor([[0, 1, 2], [3, 1, 0]], device=device), attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
-    try:
-        with torch.no_grad(), _unheard(model):
-            whole = body(**inputs)[0][:, -1].float()
-            with _narrowed(model):
-                narrow = body(**inputs)[0][:, -1].float()
-    except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
-        return False
-    return bool((narrow - whole).abs().max() <= torch.finfo(next(model.parameters()).dtype).eps**0.5 * whole.std())
+    with torch.no_grad(), _unheard(model):
+        whole = body(**inputs)[0][:, -1]
+        with _narrowed(model, *_last_layer(model)):
+            return same_but_rounding(body(**inputs)[0][:, -1], whole, model)
 
 
-def _is_watched(model: nn.Module) -> bool:
-    """Could a hook of others see what the last layer leaves out?"""
-    layer, _ = _last_layer(model)
+def _is_watched(model: nn.Module, layer: nn.Module) -> bool:
+    """Could a hook of others see what the last `layer` leaves out?"""
     rows = next((list(part) for part in model.modules() if isinstance(part, nn.ModuleList) and any(layer is one for one in part)), [layer])
     ends = [getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
     blind = {id(part) for one in (*rows, *ends) if one is not None and one is not layer for part in one.modules()}
@@ -191,20 +199,25 @@ def _is_watched(model: nn.Module) -> bool:
     return False
 
 
+def _narrowable(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """The last layer and its attention, where they may compute less."""
+    plain = not model.training and getattr(text_config(model), "_attn_implementation", None) in ("sdpa", NAME) and is_of_the_library(model)
+    found = _last_layer(model) if plain else None
+    return found if found and not _is_watched(model, found[0]) and _needs_no_more(model) else None
+
+
 def can_read_last_only(model: nn.Module) -> bool:
     """For a model of the library in evaluation mode, with torch's scaled dot-product attention, that was seen to need no more, and where nobody could see a difference."""
-    return (not model.training and getattr(text_config(model), "_attn_implementation", None) in ("sdpa", NAME) and is_of_the_library(model)
-            and _last_layer(model) is not None and not _is_watched(model) and _needs_no_more(model))
+    return _narrowable(model) is not None
 
 
 @contextmanager
-def last_position_only(model: nn.Module) -> Iterator[bool]:
-    """Inside the block only the last position of what `model` returns is meant to be read, in every row; True where the others are not computed.
+def last_position_only(model: nn.Module) -> Iterator[None]:
+    """Inside the block only the last position of what `model` returns is meant to be read, in every row; the others are not computed where that can be.
 
     Keys and values are kept of all positions. Rows are padded on the left, if at all.
     """
-    if not can_read_last_only(model):
-        yield False
-        return
-    with _narrowed(model):
-        yield True
+    with ExitStack() as stack:
+        if found := _narrowable(model):
+            stack.enter_context(_narrowed(model, *found))
+        yield

@@ -76,8 +76,7 @@ def save_team(folder: str | os.PathLike, actors: Sequence[Actor], critics: Mappi
     for index, actor in enumerate(actors):
         place = Path(folder) / f"agent_{index}"
         (place / HEAD_FILE).unlink(missing_ok=True)  # of another team
-        unwrap_model(actor.module).save_pretrained(place)
-        actor.tokenizer.save_pretrained(place)
+        actor.save(place)
     for name, critic in critics.items():
         unwrap_model(critic).save_pretrained(Path(folder) / name)
     write_team(folder, [actor.module for actor in actors], critics)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicLayer
 
-from .last_layer import NAME, exchanged_attention, is_plain_library_model, text_config
+from .last_layer import NAME, exchanged_attention, is_plain_library_model, same_but_rounding, text_config, tried_once
 from .logprobs import prefill
 
 # %% auto #0
@@ -89,26 +88,18 @@ def can_share_prompt(model: nn.Module, cache: Any) -> bool:
     return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers) and reads_shared_prompts(model)
 
 
-_seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
+@tried_once
 def reads_shared_prompts(model: nn.Module) -> bool:
     """Does a step on a shared prompt give the logits of whole texts? Tried once per model, on four tokens.
 
     Attention that unfolds or repeats what the cache returns (latent attention, for one) would lose the prompt without an error.
     """
-    if model not in _seen:
-        device = next(model.parameters()).device
-        ids = torch.tensor([[0, 1, 2]], device=device)
-        try:
-            before = prefill(model, ids, torch.ones_like(ids, dtype=torch.bool))
-            before.cache.layers = layers = [SharedPromptLayer(layer, 2, 1) for layer in before.cache.layers]
-            with exchanged_attention(model):
-                step = model(input_ids=torch.tensor([[3], [3]], device=device), attention_mask=torch.ones(2, 4, dtype=torch.long, device=device), use_cache=True,
-                             **{before.cache_name: before.cache}).logits[:, -1].float()
-            whole = model(input_ids=torch.tensor([[0, 1, 2, 3]], device=device), use_cache=False).logits[:, -1].float()
-            rounding = torch.finfo(next(model.parameters()).dtype).eps**0.5
-            _seen[model] = all(layer.prompt.read for layer in layers) and bool((step - whole).abs().max() <= rounding * whole.std())
-        except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
-            _seen[model] = False
-    return _seen[model]
+    device = next(model.parameters()).device
+    ids = torch.tensor([[0, 1, 2]], device=device)
+    before = prefill(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    before.cache.layers = layers = [SharedPromptLayer(layer, 2, 1) for layer in before.cache.layers]
+    with exchanged_attention(model):
+        step = model(input_ids=torch.tensor([[3], [3]], device=device), attention_mask=torch.ones(2, 4, dtype=torch.long, device=device), use_cache=True,
+                     **{before.cache_name: before.cache}).logits[:, -1]
+    whole = model(input_ids=torch.tensor([[0, 1, 2, 3]], device=device), use_cache=False).logits[:, -1]
+    return all(layer.prompt.read for layer in layers) and same_but_rounding(step, whole, model)

@@ -5,6 +5,7 @@
 # %% ../nbs/30_interaction/02a_writers.ipynb #b647ae28
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from .generation import Sampling, check_generation_keywords, sample
 from .losses import NonFiniteError
 from .parallel import AgentWorkers
 from .prompts import encode_prompt
+from .schedulers.device_scheduler import unwrap_model
 from .streams import RandomStream
 from .types import Generation, Prompt
 
@@ -46,6 +48,11 @@ class Actor:
     def sampled(self) -> nn.Module:
         """What samples: the language model, or its owner where somebody has put a `generate` of his own on that."""
         return self.model if self.owner is None or "generate" not in vars(self.owner) else self.owner
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the module that is trained, and its tokenizer, as `from_pretrained` reads them."""
+        unwrap_model(self.module).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     @property
     def pad_id(self) -> int:

@@ -165,6 +165,16 @@ def test_adapters_train_and_what_they_stand_on_stays(policy):
     assert sorted(path.name for path in Path("kept/iteration_0002/agent_1").iterdir() if path.name.startswith("adapter")) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_what_a_killed_process_was_writing_goes():
+    trainer = make(policy_checkpoint_dir="kept", num_iterations=1)
+    left = Path("kept/iteration_0001/.agent_1.4711.tmp")
+    left.mkdir(parents=True)
+    (left.parent / "run").write_text(trainer.rounds.store.index.run)
+    (left / "half.safetensors").touch()
+    trainer.train()
+    assert sorted(path.name for path in left.parent.iterdir()) == ["agent_0", "agent_1", "run"]
+
+
 def test_a_model_that_cannot_be_saved_is_not_kept():
     with pytest.raises(ValueError, match="policy_checkpoint_dir: agent 0 .Wrapped. has no save_pretrained"):
         make(agents=wrapped_team(), policy_checkpoint_dir="kept")
