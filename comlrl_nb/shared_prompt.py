@@ -28,30 +28,24 @@ class PromptPart:
     read: bool = False
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-        """Attention `[rows, Q, H, dim]` of `query [rows, H, Q, dim]` on the prompts and on own keys `[rows, heads, S, dim]`."""
+        """Attention `[B*K, Q, H, dim]` of `query [B*K, H, Q, dim]` on the prompts and on the samples' own keys `[B, heads, K, S, dim]`."""
         self.read = True
-        count, kv_heads, past, _ = self.keys.shape
-        rows, heads, length, dim = query.shape
-        num, each = rows // count, heads // kv_heads * length
-        query = query * (dim**-0.5 if scaling is None else scaling)
-
-        def by_prompt(part: torch.Tensor) -> torch.Tensor:
-            return part.reshape(count, num, kv_heads, each, -1).transpose(1, 2).reshape(count, kv_heads, num * each, -1)
-
-        def by_row(part: torch.Tensor) -> torch.Tensor:
-            return part.view(count, kv_heads, num, each, -1).transpose(1, 2).reshape(rows, kv_heads, each, -1)
-
-        own = query.reshape(rows, kv_heads, each, dim) @ key.transpose(-1, -2)
-        scores = torch.cat([by_prompt(query) @ self.keys.transpose(-1, -2), by_prompt(own)], dim=-1)
+        count, kv_heads, past, dim = self.keys.shape
+        rows, heads, length, _ = query.shape
+        num, group = rows // count, heads // kv_heads
+        asked = (query * (dim**-0.5 if scaling is None else scaling)).reshape(count, num, kv_heads, group * length, dim).transpose(1, 2)
+        on_own, together = asked @ key.transpose(-1, -2), (count, kv_heads, num * group * length, -1)
+        scores = torch.cat([asked.reshape(together) @ self.keys.transpose(-1, -2), on_own.view(together)], dim=-1)
         if attention_mask is None and length > 1:
             attention_mask = torch.ones(length, scores.shape[-1], dtype=torch.bool, device=scores.device).tril(past)[None, None]
         if attention_mask is not None:
             mask = attention_mask[..., :scores.shape[-1]].expand(rows, 1, length, -1).view(count, num, 1, 1, length, -1).transpose(1, 2)
-            by_query = scores.view(count, kv_heads, num, heads // kv_heads, length, -1)
+            by_query = scores.view(count, kv_heads, num, group, length, -1)
             by_query.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else by_query.add_(mask)
         weights = (scores if scores.dtype == torch.float64 else scores.float()).softmax(-1).to(query.dtype)
-        out = by_row(weights[..., :past] @ self.values) + by_row(weights[..., past:].contiguous()) @ value
-        return out.view(rows, heads, length, -1).transpose(1, 2).contiguous()
+        own = weights[..., past:].reshape(*on_own.shape) @ value
+        out = (weights[..., :past] @ self.values).view(own.shape).add_(own)
+        return out.view(count, kv_heads, num, group, length, -1).permute(0, 2, 4, 1, 3, 5).reshape(rows, length, heads, -1)
 
 # %% ../nbs/30_interaction/01b_shared_prompt.ipynb #2f1c73d4
 class SharedPromptLayer(DynamicLayer):
@@ -61,21 +55,23 @@ class SharedPromptLayer(DynamicLayer):
         super().__init__()
         self.device, self.dtype, self.is_initialized = layer.keys.device, layer.keys.dtype, True
         self.prompt = PromptPart(layer.keys, layer.values)
-        shape = (layer.keys.shape[0] * num, layer.keys.shape[1], capacity, layer.keys.shape[3])
-        self.key_room, self.value_room = layer.keys.new_empty(shape), layer.values.new_empty((*shape[:3], layer.values.shape[3]))
+        shape = (*layer.keys.shape[:2], num, capacity)
+        self.key_room, self.value_room = (part.new_empty((*shape, part.shape[-1])) for part in (layer.keys, layer.values))
         self._show(0)
 
     def _show(self, own: int) -> None:
         self.own = own
-        self.keys, self.values = self.key_room[:, :, :own], self.value_room[:, :, :own]
+        self.keys, self.values = self.key_room[..., :own, :], self.value_room[..., :own, :]
         self.keys.shared_prompt = self.prompt
 
     def get_seq_length(self) -> int:
         return self.prompt.keys.shape[-2] + self.own
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        end = self.own + key_states.shape[-2]
-        self.key_room[:, :, self.own:end], self.value_room[:, :, self.own:end] = key_states, value_states
+        count, kv_heads, num = self.key_room.shape[:3]
+        start, end = self.own, self.own + key_states.shape[-2]
+        for room, states in ((self.key_room, key_states), (self.value_room, value_states)):
+            room[..., start:end, :] = states.reshape(count, num, kv_heads, end - start, -1).transpose(1, 2)
         self._show(end)
         return self.keys, self.values
 
