@@ -22,7 +22,7 @@ from .decoding import Decoder, can_decode, draw
 from .last_layer import exchanged_attention
 from .logprobs import Prefill, accepted_arguments, families, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
 from .models.modes import device_of, eval_mode, only_looking
-from .shared_prompt import SharedPromptLayer, can_share_prompt
+from .shared_prompt import can_share_prompt, group_size, share_prompt
 from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
@@ -121,13 +121,15 @@ def make_room(cache: Any, owner: torch.Tensor, capacity: int) -> None:
         select_rows(cache, owner)
 
 # %% ../nbs/30_interaction/02_generation.ipynb #9c4053c2
-def make_rooms(model: nn.Module, cache: Any, owner: torch.Tensor, num: int, width: int, new: int) -> bool:
-    """Make `cache` that of `num` samples per prompt: True where the prompt is kept once because the model can read it so, False for a copy per sample."""
-    shared = num > 1 and can_share_prompt(model, cache)
+def make_rooms(model: nn.Module, cache: Any, mask: torch.Tensor, num: int, new: int) -> bool:
+    """Make the `cache` of prompts, whose first columns of `mask [B, P]` it holds, that of `num` samples of each: True where samples share a prompt, False for a copy per sample."""
+    held = cache.get_seq_length()
+    size = group_size(num, held, new)
+    shared = size > 1 and can_share_prompt(model, cache)
     if shared:
-        cache.layers = [SharedPromptLayer(layer, num, new + 1) for layer in cache.layers]
+        share_prompt(model, cache, mask[:, :held], num, size, new)
     else:
-        make_room(cache, owner, width + new)
+        make_room(cache, torch.arange(len(mask), device=mask.device).repeat_interleave(num), mask.shape[1] + new)
     return shared
 
 
@@ -141,7 +143,7 @@ def decoded_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: i
     """What `generate_rows` returns, for a model that `can_decode`."""
     before, new, ends = prefill_alike(model, ids, mask, ids.shape[1] - 1), keywords["max_new_tokens"], model.generation_config
     owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
-    make_rooms(model, before.cache, owner, num, ids.shape[1], new)
+    make_rooms(model, before.cache, mask, num, new)
     drawn = draw(Decoder(model, before.cache, mask[owner], new), before.logits[owner], keywords, ends.eos_token_id, ends.pad_token_id)
     return torch.cat([ids[owner], drawn], dim=1)
 
@@ -152,7 +154,7 @@ def prompt_once_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, nu
     if before.cache is None:
         return None
     owner = torch.arange(len(ids), device=ids.device).repeat_interleave(num)
-    shared = make_rooms(model, before.cache, owner, num, ids.shape[1], keywords["max_new_tokens"])
+    shared = make_rooms(model, before.cache, mask, num, keywords["max_new_tokens"])
     with exchanged_attention(model) if shared else nullcontext():
         return model.generate(input_ids=ids[owner], attention_mask=mask[owner].long(), num_return_sequences=1,
                               **{before.cache_name: before.cache}, **keywords).sequences

@@ -83,7 +83,7 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     """Attention `[N, Q, H, dim]` of `query [N, H, Q, dim]`: by a prompt that the keys share, of the last query alone, or the library's."""
     prompt = getattr(key, "shared_prompt", None)
     if prompt is not None:
-        return prompt.attend(query, key, value, attention_mask, scaling), None
+        return prompt.attend(query, key, value, scaling), None
     if module is not getattr(_going_on.get(), "reader", None):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     mask = None if attention_mask is None else attention_mask[:, :, -1:]
