@@ -31,15 +31,19 @@ LIBRARY_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attentio
 
 def hooks_of_others(part: nn.Module) -> tuple[int, int]:
     """How many hooks wait before and after the part's forward (for its gradients, too), those of this page not counted."""
+    if not (part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks):
+        return 0, 0
     before, after = ([hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), _Narrowing)] for hooks in (part._forward_pre_hooks, part._forward_hooks))
     return len(before), len(after) + len(part._backward_hooks) + len(part._backward_pre_hooks)
 
 
+def _is_own(part: nn.Module) -> bool:
+    return type(part).__module__.startswith(("torch.", "transformers.")) and "forward" not in vars(part) and part._compiled_call_impl is None
+
+
 def is_of_the_library(model: nn.Module) -> bool:
     """True when every part of the model and its attention are torch's or transformers' own, and no part has a `forward` of its own or was compiled."""
-    own = ("torch.", "transformers.")
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(
-        type(part).__module__.startswith(own) and "forward" not in vars(part) and part._compiled_call_impl is None for part in model.modules())
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(map(_is_own, model.modules()))
 
 
 def is_plain_library_model(model: nn.Module) -> bool:
@@ -110,17 +114,18 @@ def _enter(config: Any, change: int) -> None:
 @contextmanager
 def exchanged_attention(model: nn.Module) -> Iterator[None]:
     """Inside the block, what runs torch's scaled dot-product attention in `model` runs `attention`."""
-    found = {id(module.config): module.config for module in model.modules() if getattr(getattr(module, "config", None), "_attn_implementation", None) in ("sdpa", NAME)}
+    found = {id(vars(module)["config"]): vars(module)["config"] for module in model.modules() if "config" in vars(module)}
     with ExitStack() as stack:
         for config in found.values():
-            _enter(config, 1)
-            stack.callback(_enter, config, -1)
+            if getattr(config, "_attn_implementation", None) in ("sdpa", NAME):
+                _enter(config, 1)
+                stack.callback(_enter, config, -1)
         yield
 
 # %% ../nbs/00_core/05_last_layer.ipynb #93a3aa8f
 def _last_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """The last layer with attention, and that attention; None where there is none of the library's kind."""
-    found = [(parent, part) for parent in model.modules() for part in parent.children() if hasattr(part, "is_causal") and isinstance(getattr(part, "layer_idx", None), int)]
+    found = [(parent, part) for parent in model.modules() for part in parent._modules.values() if part is not None and isinstance(vars(part).get("layer_idx"), int) and hasattr(part, "is_causal")]
     return max(found, key=lambda pair: pair[1].layer_idx, default=None)
 
 
@@ -188,15 +193,14 @@ def _needs_no_more(model: nn.Module) -> bool:
 
 def _is_watched(model: nn.Module, layer: nn.Module) -> bool:
     """Could a hook of others see what the last `layer` leaves out?"""
+    heard = [(part, *hooks) for part in model.modules() if any(hooks := hooks_of_others(part))]
+    if not heard:
+        return False
     rows = next((list(part) for part in model.modules() if isinstance(part, nn.ModuleList) and any(layer is one for one in part)), [layer])
     ends = [getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
     blind = {id(part) for one in (*rows, *ends) if one is not None and one is not layer for part in one.modules()}
     around = {id(part) for part in model.modules() if part is not layer and any(inner is layer for inner in part.modules())}
-    for part in model.modules():
-        before, after = hooks_of_others(part)
-        if id(part) not in blind and (after or before and id(part) not in around):
-            return True
-    return False
+    return any(id(part) not in blind and (after or before and id(part) not in around) for part, before, after in heard)
 
 
 def _narrowable(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

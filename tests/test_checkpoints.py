@@ -83,7 +83,7 @@ def kept(folder):
 
 # a run that is stopped and one that is not
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in FAMILIES)])
 def test_stopped_in_the_middle(name, root, tmp_path):
     expected, points = reference(name, root)
     assert differs(expected, interrupted(name, points // 2, tmp_path)) == ""
@@ -801,7 +801,7 @@ def some_lines(name, folder, count):
     return rng.sample(range(1, traced(make(name, folder / "counted"), 0)[1]), count)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["MAGRPO", "IAC-heads", "MARLHF-iac", "MADPOIter"])
 def test_ctrl_c_at_some_lines(name, root, tmp_path):
     assert wrong_lines(name, root, tmp_path, some_lines(name, tmp_path, 2)) == []
 

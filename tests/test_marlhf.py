@@ -81,11 +81,13 @@ def own_trainer(algorithm, model, agents, **fields):
     return getattr(family, CLASSES[algorithm])(agents=agents, tokenizer=TOKENIZER, reward_func=score, train_dataset=rows(), args=config_class(**known), callbacks=[], **given)
 
 
-@pytest.mark.parametrize("more", [dict(), dict(reference_kl_enabled=True, num_train_epochs=2), dict(use_separate_critic=False), dict(critic_type="q", shuffle=True)], ids=["plain", "penalty", "heads", "q"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+PHASES = {"plain": dict(shuffle=True), "penalty": dict(reference_kl_enabled=True, num_train_epochs=2)}
+PHASES_WITH_CRITICS = {"iac heads": dict(use_separate_critic=False), "iac q": dict(critic_type="q"), "maac q": dict(critic_type="q", shuffle=True)}
+
+
+@pytest.mark.parametrize("algorithm, more", [*((name, more) for more in PHASES.values() for name in ALGORITHMS), *((key.split()[0], more) for key, more in PHASES_WITH_CRITICS.items())],
+                         ids=[*(f"{name} {kind}" for kind in PHASES for name in ALGORITHMS), *PHASES_WITH_CRITICS])
 def test_the_policy_phase_is_the_back_end_on_the_judges_scores(algorithm, more):
-    if ("use_separate_critic" in more and algorithm != "iac") or ("critic_type" in more and algorithm not in ("iac", "maac")):
-        more = dict(shuffle=True)
     trainer = make(rl_algorithm=algorithm, **more)
     trainer.train_on(PAIRS)
     alone = own_trainer(algorithm, trainer.reward_model, team(("gpt2", "gpt2")), **more)

@@ -21,7 +21,7 @@ __all__ = ['eval_mode', 'without_gradients', 'device_of', 'freeze', 'only_lookin
 def eval_mode(*models: nn.Module) -> Iterator[None]:
     """Put `models` in evaluation mode inside the block; every submodule's own mode is restored at the end."""
     were_training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
+    for model in models if were_training else ():
         model.eval()
     try:
         yield
