@@ -13,12 +13,12 @@ from torch import nn
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
-from .last_layer import NAME, attention, is_plain_library_model, same_but_rounding, text_config, tried_once
+from .last_layer import NAME, attention, is_plain_library_model, same_but_rounding, text_config, tried_once, written_in_the_library
 from .logprobs import keeps_everything, position_ids, prefill
 
 # %% auto #0
-__all__ = ['FAMILIES', 'FIXED_ROTATIONS', 'rms_norm', 'rotate', 'layer_step', 'Decoder', 'is_llama_like', 'can_decode',
-           'decodes_as_the_library', 'filters', 'draw']
+__all__ = ['FAMILIES', 'SAMPLING_METHODS', 'FIXED_ROTATIONS', 'rms_norm', 'rotate', 'layer_step', 'Decoder', 'is_llama_like',
+           'samples_as_the_library', 'can_decode', 'decodes_as_the_library', 'filters', 'draw']
 
 # %% ../nbs/30_interaction/01c_decoding.ipynb #d10784ea
 def rms_norm(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,6 +70,7 @@ class Decoder:
 
 # %% ../nbs/30_interaction/01c_decoding.ipynb #e34e1896
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SAMPLING_METHODS = ("generate", "_sample", "_get_logits_processor", "prepare_inputs_for_generation")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
@@ -79,9 +80,14 @@ def is_llama_like(model: nn.Module) -> bool:
     return kind.__name__.endswith("ForCausalLM") and kind.__module__ in {f"transformers.models.{name}.modeling_{name}" for name in FAMILIES}
 
 
+def samples_as_the_library(model: nn.Module) -> bool:
+    """True when nobody put another method on the model or its class where `generate` and what it calls are."""
+    return all(name not in vars(model) and written_in_the_library(getattr(type(model), name)) for name in SAMPLING_METHODS)
+
+
 def can_decode(model: nn.Module) -> bool:
-    """May `Decoder` take the place of the model's own forward?"""
-    if not is_llama_like(model) or model.training or not is_plain_library_model(model):
+    """May `draw` and `Decoder` take the place of the model's own `generate` and forward?"""
+    if not is_llama_like(model) or model.training or not is_plain_library_model(model) or not samples_as_the_library(model):
         return False
     text = text_config(model)
     plain = text._attn_implementation in ("sdpa", NAME) and keeps_everything(model) and text.rope_parameters["rope_type"] in FIXED_ROTATIONS

@@ -20,9 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 # %% auto #0
-__all__ = ['NAME', 'LIBRARY_ATTENTION', 'hooks_of_others', 'is_of_the_library', 'is_plain_library_model', 'text_config',
-           'at_the_end', 'attention', 'exchanged_attention', 'tried_once', 'same_but_rounding', 'can_read_last_only',
-           'last_position_only']
+__all__ = ['NAME', 'LIBRARY_ATTENTION', 'LIBRARIES', 'hooks_of_others', 'written_in_the_library', 'is_of_the_library',
+           'is_plain_library_model', 'text_config', 'at_the_end', 'attention', 'exchanged_attention', 'tried_once',
+           'same_but_rounding', 'can_read_last_only', 'last_position_only']
 
 # %% ../nbs/00_core/05_last_layer.ipynb #0075f76a
 NAME = "comlrl_nb"
@@ -37,12 +37,21 @@ def hooks_of_others(part: nn.Module) -> tuple[int, int]:
     return len(before), len(after) + len(part._backward_hooks) + len(part._backward_pre_hooks)
 
 
+LIBRARIES = ("torch.", "transformers.")
+
+
+def written_in_the_library(function: Callable) -> bool:
+    """True when the outermost code of `function` is torch's or transformers'; a wrapper that took over a name, a signature and a module's name is still one."""
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith(LIBRARIES)
+
+
 def _is_own(part: nn.Module) -> bool:
-    return type(part).__module__.startswith(("torch.", "transformers.")) and "forward" not in vars(part) and part._compiled_call_impl is None
+    kind = type(part)
+    return kind.__module__.startswith(LIBRARIES) and written_in_the_library(kind.forward) and "forward" not in vars(part) and part._compiled_call_impl is None
 
 
 def is_of_the_library(model: nn.Module) -> bool:
-    """True when every part of the model and its attention are torch's or transformers' own, and no part has a `forward` of its own or was compiled."""
+    """True when every part of the model and its attention are torch's or transformers' own, and no part or class of a part was given another `forward` or was compiled."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(map(_is_own, model.modules()))
 
 

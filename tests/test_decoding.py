@@ -1,4 +1,6 @@
 """The package's own decoding step draws the library's tokens, and steps aside for every model that is not what it was written for."""
+import functools
+
 import pytest
 import torch
 import transformers as tf
@@ -97,7 +99,7 @@ def test_half_precision_is_as_close_as_the_library_is_to_itself(dtype):
     assert ours < 3 * theirs + 1e-3
 
 
-CHANGES = ("eager", "adapter", "forward", "compiled", "hook", "pre-hook", "class", "generate of the class", "generate")
+CHANGES = ("eager", "adapter", "forward", "forward of a class", "compiled", "hook", "pre-hook", "class", "generate", "generate of the class", "filters", "inputs of the class")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -121,6 +123,9 @@ def test_a_changed_model_is_sampled_as_it_is(change, decoders, monkeypatch):
     elif change == "forward":
         own = down.forward
         down.forward = lambda states: twice(own(states))
+    elif change == "forward of a class":
+        own = type(down).forward
+        monkeypatch.setattr(type(down), "forward", lambda self, states: twice(own(self, states)))
     elif change == "compiled":
         model.compile(backend="eager")
     elif change == "hook":
@@ -137,6 +142,12 @@ def test_a_changed_model_is_sampled_as_it_is(change, decoders, monkeypatch):
     elif change == "generate of the class":
         library = tf.GenerationMixin.generate
         monkeypatch.setattr(tf.GenerationMixin, "generate", lambda self, *args, **keywords: library(self, *args, **{**keywords, "temperature": 0.01}))
+    elif change == "filters":
+        library = model._get_logits_processor
+        model._get_logits_processor = lambda *args, **keywords: tf.LogitsProcessorList([*library(*args, **keywords), tf.TemperatureLogitsWarper(0.01)])
+    elif change == "inputs of the class":
+        library = tf.LlamaForCausalLM.prepare_inputs_for_generation
+        monkeypatch.setattr(tf.LlamaForCausalLM, "prepare_inputs_for_generation", functools.wraps(library)(lambda self, ids, *more, **keywords: library(self, ids.flip(1), *more, **keywords)))
     else:
         library = model.generate
         model.generate = lambda *args, **keywords: library(*args, **{**keywords, "temperature": 0.01})
