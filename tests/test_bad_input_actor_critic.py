@@ -203,7 +203,7 @@ def test_unknown_arguments_are_type_errors(name):
 # what can be told only when models are there, or later
 
 def test_one_critic_object_on_two_devices():
-    with pytest.raises(ValueError, match="critic_devices.*one critic object.*cpu:0 and cpu:1"):
+    with pytest.raises(ValueError, match=r"critic_devices: critics\[0\] and critics\[1\] are the same object but should live on cpu:0 and cpu:1; give them one device, or copies"):
         make(name="IAC", critic_model=critic(), critics=None, parallel_training="mp", agent_devices="cpu", critic_devices=["cpu:0", "cpu:1"])
 
 

@@ -840,10 +840,9 @@ def test_the_step_does_not_depend_on_the_scale_of_the_rewards_but_for_the_floor(
         assert max(map(abs, second.advantages[0])) < 1e-20  # below the floor of 1e-6 they fade
 
 
-@pytest.mark.xfail(strict=True, reason="only agents that are one object are looked for")
 def test_c47_agents_that_share_some_parameters_cannot_live_on_two_devices():
     agents = team()
     agents[1].set_input_embeddings(agents[0].get_input_embeddings())
     agents[1].get_output_embeddings().weight = agents[0].get_output_embeddings().weight
-    with pytest.raises(ValueError, match="agent_devices"):
+    with pytest.raises(ValueError, match=r"agent_devices: agents\[0\] and agents\[1\] have parameters in common but should live on cpu:0 and cpu:1; give them one device, or copies"):
         make(agents, parallel_training="mp", agent_devices=["cpu:0", "cpu:1"])

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .actor_critic import CausalLMWithValueHead, with_value_head
-from .loading import ModelSettings, check_name, check_room, fit_embeddings, load_distinct, resolve_model_sources
+from .loading import ModelSettings, check_devices, check_name, check_room, fit_embeddings, load_distinct, resolve_model_sources
 
 # %% auto #0
 __all__ = ['CriticPlan', 'plan_critics', 'check_critics', 'load_critics', 'named_critic']
@@ -63,17 +63,17 @@ def load_critics(plan: CriticPlan, devices: Sequence[torch.device], tokenizers: 
     """One model with a value head per source, on its device, able to read its tokenizer's ids. Sources that are one object stay one."""
     names = [source for source in plan.sources if isinstance(source, str)]
     loaded = iter(load_distinct(names, plan.settings.critic_model_kwargs))
-    home: dict[int, tuple[CausalLMWithValueHead, torch.device]] = {}
+    check_devices(plan.sources, devices, "critic")
+    wrapped: dict[int, CausalLMWithValueHead] = {}
     critics = []
     for field, source, device, tokenizer in zip(plan.fields, plan.sources, devices, tokenizers, strict=True):
         if isinstance(source, str):
             critics.append(named_critic(source, next(loaded), plan, tokenizer, field).to(device))
             continue
-        critic, where = home.setdefault(id(source), (with_value_head(source, hidden_dim=plan.hidden_dim), device))
-        if where != device:
-            raise ValueError(f"critic_devices: one critic object cannot live on {where} and {device}; give one object per critic, or one device")
-        check_room(critic, tokenizer, field)
-        critics.append(critic.to(device))
+        if id(source) not in wrapped:
+            wrapped[id(source)] = with_value_head(source, hidden_dim=plan.hidden_dim)
+        check_room(wrapped[id(source)], tokenizer, field)
+        critics.append(wrapped[id(source)].to(device))
     return critics
 
 

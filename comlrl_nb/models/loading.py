@@ -305,17 +305,19 @@ class LoadedAgents:
         return markdown_table(header, rows)
 
 # %% ../../nbs/20_models/02_loading.ipynb #d3142f1f
-def check_devices(sources: Sequence[Any], devices: Sequence[torch.device] | None) -> None:
-    """ValueError for a wrong number of devices, or one model object that should live on two of them."""
+def check_devices(sources: Sequence[Any], devices: Sequence[torch.device] | None, kind: str = "agent") -> None:
+    """ValueError for a wrong number of devices, or a parameter of two models that should live on two of them; `kind` is `agent` or `critic`."""
     if devices is None:
         return
     if len(devices) != len(sources):
-        raise ValueError(f"agent_devices has {len(devices)} entries: expected one for each of the {len(sources)} agents")
-    home: dict[int, tuple[int, Any]] = {}
+        raise ValueError(f"{kind}_devices has {len(devices)} entries: expected one for each of the {len(sources)} {kind}s")
+    home: dict[int, tuple[int, torch.device]] = {}
     for i, (source, device) in enumerate(zip(sources, devices)):
-        first, where = home.setdefault(id(source), (i, device))
-        if not isinstance(source, str) and where != device:
-            raise ValueError(f"agent_devices: agents[{first}] and agents[{i}] are the same object but should live on {where} and {device}")
+        for parameter in () if isinstance(source, str) else source.parameters():
+            first, where = home.setdefault(id(parameter), (i, device))
+            if where != device:
+                alike = "are the same object" if sources[first] is source else "have parameters in common"
+                raise ValueError(f"{kind}_devices: {kind}s[{first}] and {kind}s[{i}] {alike} but should live on {where} and {device}; give them one device, or copies (copy.deepcopy)")
 
 # %% ../../nbs/20_models/02_loading.ipynb #e562aa1a
 def load_distinct(names: Sequence[str], model_kwargs: Mapping[str, Any]) -> list[PreTrainedModel]:
