@@ -5,20 +5,22 @@
 # %% ../nbs/30_interaction/01c_decoding.ipynb #7641da46
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationMixin, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
 from .last_layer import NAME, attention, is_plain_library_model, same_but_rounding, text_config, tried_once, written_in_the_library
 from .logprobs import keeps_everything, position_ids, prefill
 
 # %% auto #0
-__all__ = ['FAMILIES', 'SAMPLING_METHODS', 'FIXED_ROTATIONS', 'rms_norm', 'rotate', 'layer_step', 'Decoder', 'is_llama_like',
-           'samples_as_the_library', 'can_decode', 'decodes_as_the_library', 'filters', 'draw']
+__all__ = ['FAMILIES', 'SAMPLING_METHODS', 'MODELING_FUNCTIONS', 'FIXED_ROTATIONS', 'rms_norm', 'rotate', 'layer_step', 'Decoder',
+           'is_llama_like', 'has_own_methods', 'can_decode', 'decodes_as_the_library', 'filters', 'draw']
 
 # %% ../nbs/30_interaction/01c_decoding.ipynb #d10784ea
 def rms_norm(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +72,8 @@ class Decoder:
 
 # %% ../nbs/30_interaction/01c_decoding.ipynb #e34e1896
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SAMPLING_METHODS = ("generate", "_sample", "_get_logits_processor", "prepare_inputs_for_generation")
+SAMPLING_METHODS = tuple(name for name, value in vars(GenerationMixin).items() if inspect.isfunction(value))
+MODELING_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "create_causal_mask")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
@@ -80,18 +83,19 @@ def is_llama_like(model: nn.Module) -> bool:
     return kind.__name__.endswith("ForCausalLM") and kind.__module__ in {f"transformers.models.{name}.modeling_{name}" for name in FAMILIES}
 
 
-def samples_as_the_library(model: nn.Module) -> bool:
-    """True when nobody put another method on the model or its class where `generate` and what it calls are."""
-    return all(name not in vars(model) and written_in_the_library(getattr(type(model), name)) for name in SAMPLING_METHODS)
+def has_own_methods(model: nn.Module) -> bool:
+    """True when somebody put another function where `generate`, what it calls, or what the layers call is found: on the model, on its class, in its module."""
+    module = vars(sys.modules[type(model).__module__])
+    found = [getattr(type(model), name) for name in SAMPLING_METHODS] + [module[name] for name in MODELING_FUNCTIONS if name in module]
+    return any(callable(value) and hasattr(type(model), name) for name, value in vars(model).items()) or not all(map(written_in_the_library, found))
 
 
 def can_decode(model: nn.Module) -> bool:
     """May `draw` and `Decoder` take the place of the model's own `generate` and forward?"""
-    if not is_llama_like(model) or model.training or not is_plain_library_model(model) or not samples_as_the_library(model):
+    if not is_llama_like(model) or any(part.training for part in model.modules()) or not is_plain_library_model(model) or has_own_methods(model):
         return False
-    text = text_config(model)
-    plain = text._attn_implementation in ("sdpa", NAME) and keeps_everything(model) and text.rope_parameters["rope_type"] in FIXED_ROTATIONS
-    return plain and decodes_as_the_library(model)
+    fixed = getattr(getattr(model.model, "rotary_emb", None), "rope_type", None) in FIXED_ROTATIONS
+    return fixed and text_config(model)._attn_implementation in ("sdpa", NAME) and keeps_everything(model) and decodes_as_the_library(model)
 
 
 @tried_once
@@ -103,7 +107,7 @@ def decodes_as_the_library(model: nn.Module) -> bool:
     with torch.no_grad():
         whole = model(input_ids=ids, attention_mask=mask.long(), position_ids=position_ids(mask), use_cache=False).logits
         before = prefill(model, ids[:, :3], mask[:, :3])
-        if not all(type(layer) is DynamicLayer for layer in before.cache.layers):
+        if not all(type(layer) is DynamicLayer and layer.keys is not None for layer in before.cache.layers):
             return False
         decoder = Decoder(model, before.cache, mask[:, :3], 2)
         return all(same_but_rounding(decoder(ids[:, place]), whole[:, place], model) for place in (3, 4))
@@ -112,11 +116,11 @@ def decodes_as_the_library(model: nn.Module) -> bool:
 def filters(keywords: Mapping[str, Any]) -> LogitsProcessorList:
     """What the sampling keywords `temperature`, `top_k` and `top_p` do to logits; nothing where they are 1, 0 and 1."""
     found = LogitsProcessorList()
-    if keywords["temperature"] != 1.0:
+    if keywords["temperature"] not in (None, 1.0):
         found.append(TemperatureLogitsWarper(keywords["temperature"]))
     if keywords["top_k"]:
         found.append(TopKLogitsWarper(keywords["top_k"]))
-    if keywords["top_p"] < 1.0:
+    if keywords["top_p"] is not None and keywords["top_p"] < 1.0:
         found.append(TopPLogitsWarper(keywords["top_p"]))
     return found
 

@@ -27,10 +27,10 @@ from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
-__all__ = ['RESERVED', 'LIBRARY_GENERATE', 'TOKENS_PER_CALL', 'Sampling', 'is_library_generate', 'check_generation_keywords',
-           'plain_generation_config', 'RoomyLayer', 'make_room', 'make_rooms', 'prefill_alike', 'decoded_rows',
-           'prompt_once_rows', 'common_start', 'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows',
-           'sample']
+__all__ = ['RESERVED', 'LIBRARY_GENERATE', 'NEED_THE_ORDINARY_CALL', 'TOKENS_PER_CALL', 'Sampling', 'is_library_generate',
+           'check_generation_keywords', 'plain_generation_config', 'RoomyLayer', 'make_room', 'make_rooms',
+           'prefill_alike', 'decoded_rows', 'prompt_once_rows', 'common_start', 'generate_rows', 'trim',
+           'to_completions', 'split_calls', 'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -45,6 +45,10 @@ class Sampling:
     top_p: float = 1.0
     top_k: int | None = None
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of one `generate` call."""
@@ -115,7 +119,7 @@ class RoomyLayer(DynamicLayer):
 
 def make_room(cache: Any, owner: torch.Tensor, capacity: int) -> None:
     """Row j of `cache` becomes its row `owner[j]`, with room for `capacity` tokens where all layers are plain growing ones."""
-    if all(type(layer) is DynamicLayer for layer in cache.layers):
+    if all(type(layer) is DynamicLayer and layer.keys is not None for layer in cache.layers):
         cache.layers = [RoomyLayer(layer, owner, capacity) for layer in cache.layers]
     else:
         select_rows(cache, owner)
@@ -166,9 +170,12 @@ def common_start(texts: Sequence[tuple[int, ...]], least: int) -> int:
     return 0 if others else start
 
 
+NEED_THE_ORDINARY_CALL = ("use_cache", "cache_implementation", "cache_config", "cache", "past_key_values", "prefill_chunk_size", "prefix_allowed_tokens_fn")  # a cache of their own; numbers of prompts
+
+
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:
     """Token ids `[B*num, P+T]` of `num` samples for each of the left-padded prompts `ids [B, P]`."""
-    if is_library_generate(model) and ids.shape[1] > 1:
+    if is_library_generate(model) and ids.shape[1] > 1 and keywords.keys().isdisjoint(NEED_THE_ORDINARY_CALL):
         way = decoded_rows if keywords.keys() <= set(RESERVED) and can_decode(model) else prompt_once_rows
         with only_looking(model):
             rows = way(model, ids, mask, num, keywords)
@@ -230,7 +237,7 @@ def sample(model: nn.Module, tokenizer, prompts: Sequence[Prompt], num: int, sam
     device, keywords, ends = device_of(model), sampling.keywords(), frozenset(eos_ids)
     width = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_new_tokens
     found: list[list[Completion]] = [[] for _ in prompts]
-    with eval_mode(model), plain_generation_config(model, eos_ids, tokenizer.pad_token_id, tokenizer.bos_token_id), stream.on(device):
+    with stream.on(device), eval_mode(model), plain_generation_config(model, eos_ids, tokenizer.pad_token_id, tokenizer.bos_token_id):
         for indices, count in split_calls(len(prompts), num, width, budget):
             ids, mask = pad_left([prompts[i].token_ids for i in indices], tokenizer.pad_token_id, device)
             rows = checked_rows(generate_rows(model, ids, mask, count, keywords), ids, count)

@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # %% auto #0
 __all__ = ['NAME', 'LIBRARY_ATTENTION', 'LIBRARIES', 'hooks_of_others', 'written_in_the_library', 'is_of_the_library',
@@ -40,19 +42,28 @@ def hooks_of_others(part: nn.Module) -> tuple[int, int]:
 LIBRARIES = ("torch.", "transformers.")
 
 
+@functools.lru_cache(maxsize=4096)
 def written_in_the_library(function: Callable) -> bool:
-    """True when the outermost code of `function` is torch's or transformers'; a wrapper that took over a name, a signature and a module's name is still one."""
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith(LIBRARIES)
+    """True when the code of `function` and of all that it wraps is torch's or transformers'; a wrapper that took over a name and a module's name is still somebody's."""
+    inner: Any = function
+    while inner is not None:
+        if not getattr(inner, "__globals__", {}).get("__name__", "").startswith((*LIBRARIES, "contextlib")):
+            return False
+        inner = getattr(inner, "__wrapped__", None)
+    return True
 
 
 def _is_own(part: nn.Module) -> bool:
     kind = type(part)
-    return kind.__module__.startswith(LIBRARIES) and written_in_the_library(kind.forward) and "forward" not in vars(part) and part._compiled_call_impl is None
+    plain = kind.__module__.startswith(LIBRARIES) and "forward" not in vars(part) and part._compiled_call_impl is None
+    return plain and written_in_the_library(kind.forward) and written_in_the_library(kind.__call__)
 
 
 def is_of_the_library(model: nn.Module) -> bool:
-    """True when every part of the model and its attention are torch's or transformers' own, and no part or class of a part was given another `forward` or was compiled."""
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) in LIBRARY_ATTENTION and all(map(_is_own, model.modules()))
+    """True when every part of the model and its attention are torch's or transformers' own, no part or class of a part was given another `forward` or was compiled, and no hook listens to all modules."""
+    configs = {id(vars(part)["config"]): vars(part)["config"] for part in model.modules() if "config" in vars(part)}
+    plain = not _has_any_global_hook() and ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    return plain and all(getattr(config, "_attn_implementation", None) in LIBRARY_ATTENTION for config in configs.values()) and all(map(_is_own, model.modules()))
 
 
 def is_plain_library_model(model: nn.Module) -> bool:
@@ -154,19 +165,20 @@ def _narrowed(model: nn.Module, layer: nn.Module, reader: nn.Module) -> Iterator
 
 # %% ../nbs/00_core/05_last_layer.ipynb #30bc4066
 def tried_once(trial: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
-    """The verdict of a `trial` on a model, which is made once; a trial that the model does not go through is a no."""
-    known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+    """The verdict of a `trial` on a model, which is made once for the parts that it has; a trial that the model does not go through is a no."""
+    known: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
     one_at_a_time = threading.Lock()
 
     @functools.wraps(trial)
     def verdict(model: nn.Module) -> bool:
+        parts = tuple(map(id, model.modules()))
         with one_at_a_time:
-            if model not in known:
+            if model not in known or known[model][0] != parts:
                 try:
-                    known[model] = trial(model)
+                    known[model] = parts, trial(model)
                 except (RuntimeError, AttributeError, TypeError, ValueError, IndexError):
-                    known[model] = False
-            return known[model]
+                    known[model] = parts, False
+            return known[model][1]
     return verdict
 
 

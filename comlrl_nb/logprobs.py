@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .last_layer import last_position_only, text_config
+from .last_layer import last_position_only, text_config, written_in_the_library
 
 # %% auto #0
 __all__ = ['CHUNK_ELEMENTS', 'Ids', 'PADDING_BUDGET', 'SAVED_TOKENS', 'gather_logprobs', 'pad_left', 'pad_right', 'position_ids',
@@ -191,7 +192,10 @@ class Prefill:
 
 
 def keeps_everything(model: nn.Module) -> bool:
-    """False when the configuration tells of layers that forget: sliding windows, recurrent states."""
+    """False when the configuration tells of layers that forget (sliding windows, recurrent states), or somebody has put another mask into the library's module."""
+    mask = vars(sys.modules[type(model).__module__]).get("create_causal_mask")
+    if mask is not None and not written_in_the_library(mask):
+        return False
     text = text_config(model)
     kinds = getattr(text, "layer_types", None)
     return set(kinds) == {"full_attention"} if kinds else getattr(text, "sliding_window", None) is None

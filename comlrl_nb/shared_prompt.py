@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 
 from .last_layer import NAME, exchanged_attention, is_plain_library_model, same_but_rounding, text_config, tried_once
-from .logprobs import prefill
+from .logprobs import keeps_everything, prefill
 
 # %% auto #0
 __all__ = ['ALWAYS_TOGETHER', 'MOST_TOGETHER', 'group_size', 'Sharing', 'sharing', 'SharedPromptLayer', 'can_share_prompt',
@@ -95,8 +95,8 @@ def can_share_prompt(model: nn.Module, cache: Any) -> bool:
     """On a processor, with the library's exchangeable attention without caps or windows, and plain cache layers, for a model that was seen to read them?"""
     text = text_config(model)
     plain = getattr(text, "_attn_implementation", None) in ("sdpa", NAME) and getattr(text, "attn_logit_softcapping", None) is None
-    exchangeable = getattr(model, "_supports_attention_backend", False) and is_plain_library_model(model)
-    return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys.device.type == "cpu" for layer in cache.layers) and reads_shared_prompts(model)
+    exchangeable = getattr(model, "_supports_attention_backend", False) and is_plain_library_model(model) and keeps_everything(model)
+    return plain and exchangeable and all(type(layer) is DynamicLayer and layer.keys is not None and layer.keys.device.type == "cpu" for layer in cache.layers) and reads_shared_prompts(model)
 
 
 def share_prompt(model: nn.Module, cache: Any, mask: torch.Tensor, num: int, size: int, new: int) -> Sharing:

@@ -1,14 +1,22 @@
 """The package's own decoding step draws the library's tokens, and steps aside for every model that is not what it was written for."""
+import copy
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as tf
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
 
 from comlrl_nb import decoding
 from comlrl_nb.decoding import FAMILIES, Decoder, can_decode
-from comlrl_nb.generation import Sampling, generate_rows, plain_generation_config
-from comlrl_nb.logprobs import pad_left, position_ids, prefill
+from comlrl_nb.generation import Sampling, generate_rows, plain_generation_config, sample
+from comlrl_nb.logprobs import completion_logprobs, completion_logprobs_naive, pad_left, position_ids, prefill
+from comlrl_nb.streams import RandomStream
+from comlrl_nb.toy import micro_model, micro_tokenizer
+from comlrl_nb.types import Prompt
 from test_architectures import LLAMA
 
 ROTATIONS = {"linear": dict(rope_type="linear", factor=2.0), "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
@@ -197,3 +205,101 @@ def test_a_sampled_model_learns_as_before():
     both(model, PROMPTS["alike"], 3, Sampling(5))
     model(input_ids=torch.tensor([[4, 5, 6]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def loud():
+    """A model whose weights are so large that every change of its computation changes its tokens."""
+    model = built(dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    return model
+
+
+def wrapped_by_torch(owner, name, patch):
+    own = getattr(owner, name)
+    patch.setattr(owner, name, torch.no_grad()(lambda self, *args, **keywords: own(self, *args, **keywords) * -3))
+
+
+ELSEWHERE = {
+    "a hook on all modules": lambda model, patch: patch.setitem(torch.nn.modules.module._global_forward_hooks, 0, lambda part, inputs, out: out * 2 if isinstance(part, llama.LlamaRMSNorm) else None),
+    "the attention function": lambda model, patch: patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *args, **keywords: (sdpa_attention_forward(*args, **keywords)[0] * -3, None)),
+    "one layer's attention": lambda model, patch: other_attention(model),
+    "the mask": lambda model, patch: patch.setattr(llama, "create_causal_mask", functools.partial(llama.create_causal_mask, and_mask_function=lambda batch, head, query, key: query - key < 6)),
+    "the rotation": lambda model, patch: patch.setattr(llama, "apply_rotary_pos_emb", lambda query, key, *more, **keywords: (query, key)),
+    "when to stop": lambda model, patch: stopping_early(model),
+    "a layer, by a function in torch's decorator": lambda model, patch: wrapped_by_torch(llama.LlamaDecoderLayer, "forward", patch),
+    "how a layer is called": lambda model, patch: wrapped_by_torch(llama.LlamaDecoderLayer, "__call__", patch),
+    "the order of layers": lambda model, patch: setattr(model.model, "layers", torch.nn.ModuleList(list(model.model.layers)[::-1])),
+    "a norm": lambda model, patch: setattr(model.model, "norm", torch.nn.LayerNorm(32)),
+    "the embedding": lambda model, patch: setattr(model.model, "embed_tokens", torch.nn.Sequential(model.model.embed_tokens, torch.nn.Tanh())),
+    "a growing rotation": lambda model, patch: setattr(model.model, "rotary_emb", llama.LlamaRotaryEmbedding(tf.LlamaConfig(**LLAMA, max_position_embeddings=8, rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10_000.0)))),
+    "fewer layers than the configuration says": lambda model, patch: setattr(model.model, "layers", model.model.layers[:1]),
+    "no word on the rotation in the configuration": lambda model, patch: setattr(model.config, "rope_parameters", None),
+}
+
+
+def other_attention(model):
+    tf.AttentionInterface.register("negative", lambda *args, **keywords: (-sdpa_attention_forward(*args, **keywords)[0], None))
+    attend = model.model.layers[1].self_attn
+    attend.config = copy.deepcopy(attend.config)
+    attend.config._attn_implementation = "negative"
+
+
+def stopping_early(model):
+    own = model._get_stopping_criteria
+    model._get_stopping_criteria = lambda *args, **keywords: tf.StoppingCriteriaList([*own(*args, **keywords), tf.MaxLengthCriteria(26)])
+
+
+@pytest.mark.parametrize("tried", [True, False], ids=["tried before", "fresh"])
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_what_was_changed_elsewhere_is_seen(place, tried, monkeypatch):
+    """In the library's modules, in what it calls, in the structure: the tokens stay those of `generate`."""
+    model, prompts = loud(), PROMPTS["one" if place == "a growing rotation" else "alike"]
+    if tried:
+        plain, _ = both(model, prompts, 4, Sampling(10))
+    ELSEWHERE[place](model, monkeypatch)
+    found, wanted = both(model, prompts, 4, Sampling(10))
+    assert torch.equal(found, wanted)
+    if tried and not place.startswith("no word"):
+        assert not torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("place", ["a hook on all modules", "the attention function", "how a layer is called", "the order of layers"])
+def test_log_probabilities_follow_such_a_change(place, monkeypatch):
+    model, texts, owner = loud().double(), [tuple(range(3, 40)), (7, 8, 9)], [0, 0, 1]
+    score = lambda way: way(model, texts, [(4, 5), (6,), (7, 8)], owner).sums()
+    score(completion_logprobs)
+    ELSEWHERE[place](model, monkeypatch)
+    with torch.no_grad():
+        assert (score(completion_logprobs) - score(completion_logprobs_naive)).abs().max() < 1e-4
+
+
+def test_one_part_in_training_mode_is_left_to_the_library():
+    model = built(attention_dropout=0.5)
+    model.model.layers[0].train()
+    assert not can_decode(model)
+
+
+@pytest.mark.parametrize("extra", [dict(use_cache=False), dict(cache_implementation="static"), dict(cache_implementation="dynamic"), dict(prefix_allowed_tokens_fn=lambda batch, ids: [[3, 4, 5], [6, 7], [8]][batch])], ids=["no cache", "static", "dynamic", "prompt numbers"])
+def test_keywords_about_the_cache_and_about_prompts_get_the_ordinary_call(extra):
+    model = loud()
+    assert torch.equal(*both(model, PROMPTS["strangers"], 4, Sampling(5, extra=extra)))
+
+
+def test_nothing_is_asked_for():
+    with pytest.raises(ValueError, match="max_new_tokens=0: expected at least 1"):
+        Sampling(0)
+
+
+def test_threads_that_sample_one_model_wait_for_one_another():
+    """Each gets what it gets alone, with its own end tokens, and the model keeps its settings and its mode."""
+    model, tokenizer, config = micro_model(0).train(), micro_tokenizer(), None
+    prompts, ends = [Prompt("a", (4, 5, 6)), Prompt("b", (7, 8))], [(2,), tuple(range(0, 64, 5)), (7,)]
+    config = model.generation_config
+    once = lambda i: sample(model, tokenizer, prompts, 4, Sampling(30), RandomStream(i, "s"), eos_ids=ends[i])
+    alone = [once(i) for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            assert list(pool.map(once, range(3))) == alone
+    assert model.generation_config is config and all(part.training for part in model.modules())
