@@ -27,10 +27,10 @@ from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
-__all__ = ['RESERVED', 'LIBRARY_GENERATE', 'NEED_THE_ORDINARY_CALL', 'TOKENS_PER_CALL', 'Sampling', 'is_library_generate',
-           'check_generation_keywords', 'plain_generation_config', 'RoomyLayer', 'make_room', 'make_rooms',
-           'prefill_alike', 'decoded_rows', 'prompt_once_rows', 'common_start', 'generate_rows', 'trim',
-           'to_completions', 'split_calls', 'checked_rows', 'sample']
+__all__ = ['RESERVED', 'LIBRARY_GENERATE', 'NEED_THE_ORDINARY_CALL', 'GROWING_ROTATIONS', 'TOKENS_PER_CALL', 'Sampling',
+           'is_library_generate', 'check_generation_keywords', 'plain_generation_config', 'RoomyLayer', 'make_room',
+           'make_rooms', 'prefill_alike', 'decoded_rows', 'prompt_once_rows', 'common_start', 'rotation_grows',
+           'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -173,9 +173,17 @@ def common_start(texts: Sequence[tuple[int, ...]], least: int) -> int:
 NEED_THE_ORDINARY_CALL = ("use_cache", "cache_implementation", "cache_config", "cache", "past_key_values", "prefill_chunk_size", "prefix_allowed_tokens_fn")  # a cache of their own; numbers of prompts
 
 
+GROWING_ROTATIONS = ("dynamic", "longrope")
+
+
+def rotation_grows(model: nn.Module) -> bool:
+    """True when positions are turned by angles that depend on how long the text has become: then a prompt's keys depend on what is run with it."""
+    return any(vars(part).get("rope_type") in GROWING_ROTATIONS for part in model.modules() if isinstance(vars(part).get("rope_type"), str))
+
+
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:
     """Token ids `[B*num, P+T]` of `num` samples for each of the left-padded prompts `ids [B, P]`."""
-    if is_library_generate(model) and ids.shape[1] > 1 and keywords.keys().isdisjoint(NEED_THE_ORDINARY_CALL):
+    if is_library_generate(model) and ids.shape[1] > 1 and keywords.keys().isdisjoint(NEED_THE_ORDINARY_CALL) and not rotation_grows(model):
         way = decoded_rows if keywords.keys() <= set(RESERVED) and can_decode(model) else prompt_once_rows
         with only_looking(model):
             rows = way(model, ids, mask, num, keywords)
