@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="comlrl-nb", description="Multi-agent reinforcement learning of language models.")
     parser.add_argument("--version", action="version", version=f"comlrl_nb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    demo = commands.add_parser("demo", help="train two agents with MADPO on the embedded model (about a minute on a CPU)")
+    demo = commands.add_parser("demo", help="train two agents with MADPO on the embedded model (10 to 60 seconds on a CPU)")
     demo.add_argument("--task", default="delivery", help=f"an embedded task: {', '.join(TASKS)} (default: delivery)")
     demo.add_argument("--rounds", type=positive, default=60, help="rounds of collecting and updating (default: 60)")
     demo.add_argument("--seed", type=int, default=0, help="seed of every random stream (default: 0)")

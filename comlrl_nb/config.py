@@ -170,7 +170,7 @@ def check_devices(owner: Any, name: str, lengths: Sequence[int] = ()) -> None:
 # %% ../nbs/00_core/01_config.ipynb #14a2b4b8
 @dataclass
 class Core(Config):
-    """How long, how fast, how often logged, how many agents."""
+    """How long, how fast, how often logged (`logging_steps` counts `env_step`; a row is the mean over the updates since the last), how many agents."""
 
     num_train_epochs: int = 20
     agent_learning_rate: float = 5.0e-6

@@ -5,6 +5,7 @@
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #aaecddcd
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ class MADPOTrainer(Resumable):
             return train_source(self, pair_batches(self, pairs, epochs=1, batch_size=max(1, len(pairs))), eval_interval=0)
 
     def train(self, resume_from_checkpoint=None, checkpoint_dir=None, checkpoint_interval=1, checkpoint_total_limit=None, *, checkpoint_unit=None, **generation) -> History:
-        """Collect pairs of the whole training dataset once, then train on them; after an interruption, go on where it stopped.
+        """Collect pairs of the whole training dataset once, then train on these in every epoch; after an interruption, go on where it stopped.
+
+        Pairs wear out: to collect anew, call `step(items)` in a loop, or learn in rounds with `MADPOIterTrainer`.
 
         `generation` are further keywords for `generate` while collecting, for example `repetition_penalty=1.1`.
 
@@ -87,6 +90,9 @@ class MADPOTrainer(Resumable):
             if self.source is None:
                 with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
                     self.source = pair_batches(self, self.collect(), self.args.num_train_epochs)
+                if not self.source.entries:
+                    warnings.warn("train: no pair was collected, so nothing is learned: all candidates of an item earned the same, or were the same texts; "
+                                  "`pairs`, `tied_pairs` and `identical_pairs` in the history say how many", stacklevel=2)
                 self.run.events.on_safe_point()
             train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
