@@ -19,8 +19,9 @@ from .last_layer import NAME, attention, is_plain_library_model, same_but_roundi
 from .logprobs import keeps_everything, position_ids, prefill
 
 # %% auto #0
-__all__ = ['FAMILIES', 'SAMPLING_METHODS', 'MODELING_FUNCTIONS', 'FIXED_ROTATIONS', 'rms_norm', 'rotate', 'layer_step', 'Decoder',
-           'is_llama_like', 'has_own_methods', 'can_decode', 'decodes_as_the_library', 'filters', 'draw']
+__all__ = ['FAMILIES', 'SAMPLING_METHODS', 'MODELING_FUNCTIONS', 'GROWING_ROTATIONS', 'rms_norm', 'rotate', 'layer_step',
+           'Decoder', 'is_llama_like', 'has_own_methods', 'rotation_grows', 'can_decode', 'decodes_as_the_library',
+           'filters', 'draw']
 
 # %% ../nbs/30_interaction/01c_decoding.ipynb #d10784ea
 def rms_norm(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ class Decoder:
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SAMPLING_METHODS = tuple(name for name, value in vars(GenerationMixin).items() if inspect.isfunction(value))
 MODELING_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "create_causal_mask")
-FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+GROWING_ROTATIONS = ("dynamic", "longrope")
 
 
 def is_llama_like(model: nn.Module) -> bool:
@@ -90,12 +91,16 @@ def has_own_methods(model: nn.Module) -> bool:
     return any(callable(value) and hasattr(type(model), name) for name, value in vars(model).items()) or not all(map(written_in_the_library, found))
 
 
+def rotation_grows(model: nn.Module) -> bool:
+    """True when positions are turned by angles that depend on how long the text has become: then a prompt's keys depend on what is run with it."""
+    return any(vars(part).get("rope_type") in GROWING_ROTATIONS for part in model.modules() if isinstance(vars(part).get("rope_type"), str))
+
+
 def can_decode(model: nn.Module) -> bool:
     """May `draw` and `Decoder` take the place of the model's own `generate` and forward?"""
     if not is_llama_like(model) or any(part.training for part in model.modules()) or not is_plain_library_model(model) or has_own_methods(model):
         return False
-    fixed = getattr(getattr(model.model, "rotary_emb", None), "rope_type", None) in FIXED_ROTATIONS
-    return fixed and text_config(model)._attn_implementation in ("sdpa", NAME) and keeps_everything(model) and decodes_as_the_library(model)
+    return not rotation_grows(model) and text_config(model)._attn_implementation in ("sdpa", NAME) and keeps_everything(model) and decodes_as_the_library(model)
 
 
 @tried_once

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 from .config import TRAIN_ARGUMENTS, remedy
-from .decoding import Decoder, can_decode, draw
+from .decoding import Decoder, can_decode, draw, rotation_grows
 from .last_layer import exchanged_attention
 from .logprobs import Prefill, accepted_arguments, families, least_saved, pad_left, prefill, select_rows, tolerates_left_padding
 from .models.modes import device_of, eval_mode, only_looking
@@ -27,10 +27,10 @@ from .streams import RandomStream
 from .types import Completion, Generation, Prompt
 
 # %% auto #0
-__all__ = ['RESERVED', 'LIBRARY_GENERATE', 'NEED_THE_ORDINARY_CALL', 'GROWING_ROTATIONS', 'TOKENS_PER_CALL', 'Sampling',
-           'is_library_generate', 'check_generation_keywords', 'plain_generation_config', 'RoomyLayer', 'make_room',
-           'make_rooms', 'prefill_alike', 'decoded_rows', 'prompt_once_rows', 'common_start', 'rotation_grows',
-           'generate_rows', 'trim', 'to_completions', 'split_calls', 'checked_rows', 'sample']
+__all__ = ['RESERVED', 'LIBRARY_GENERATE', 'NEED_THE_ORDINARY_CALL', 'TOKENS_PER_CALL', 'Sampling', 'is_library_generate',
+           'check_generation_keywords', 'plain_generation_config', 'RoomyLayer', 'make_room', 'make_rooms',
+           'prefill_alike', 'decoded_rows', 'prompt_once_rows', 'common_start', 'generate_rows', 'trim',
+           'to_completions', 'split_calls', 'checked_rows', 'sample']
 
 # %% ../nbs/30_interaction/02_generation.ipynb #168ee97b
 RESERVED = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -171,14 +171,6 @@ def common_start(texts: Sequence[tuple[int, ...]], least: int) -> int:
 
 
 NEED_THE_ORDINARY_CALL = ("use_cache", "cache_implementation", "cache_config", "cache", "past_key_values", "prefill_chunk_size", "prefix_allowed_tokens_fn")  # a cache of their own; numbers of prompts
-
-
-GROWING_ROTATIONS = ("dynamic", "longrope")
-
-
-def rotation_grows(model: nn.Module) -> bool:
-    """True when positions are turned by angles that depend on how long the text has become: then a prompt's keys depend on what is run with it."""
-    return any(vars(part).get("rope_type") in GROWING_ROTATIONS for part in model.modules() if isinstance(vars(part).get("rope_type"), str))
 
 
 def generate_rows(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, num: int, keywords: Mapping[str, Any]) -> torch.Tensor:

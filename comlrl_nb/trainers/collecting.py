@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,9 @@ def collect_pairs(trainer: TrainerBase, items: Iterable[Mapping[str, Any]] | Non
     with trainer.watched():
         if stats:
             trainer.run.note("collect", collection_stats(stats, args.preference_num_candidates, time.perf_counter() - started))
+    if stats and not pairs:
+        warnings.warn("no pair was collected, so there is nothing to learn from: all candidates of an item earned the same, or were the same texts; "
+                      "`pairs`, `tied_pairs` and `identical_pairs` in the history say how many", stacklevel=3)
     return Collected(pairs, left_out)
 
 

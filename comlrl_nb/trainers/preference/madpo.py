@@ -5,7 +5,6 @@
 # %% ../../../nbs/60_trainers/10_madpo.ipynb #aaecddcd
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,6 @@ class MADPOTrainer(Resumable):
             if self.source is None:
                 with self.team.generating_with(generation), rewound_on_error(self.setup.streams.values()):
                     self.source = pair_batches(self, self.collect(), self.args.num_train_epochs)
-                if not self.source.entries:
-                    warnings.warn("train: no pair was collected, so nothing is learned: all candidates of an item earned the same, or were the same texts; "
-                                  "`pairs`, `tied_pairs` and `identical_pairs` in the history say how many", stacklevel=2)
                 self.run.events.on_safe_point()
             train_source(self, self.source, self.args.eval_interval)
             self.run.flush()
