@@ -199,7 +199,7 @@ def _unheard(model: nn.Module) -> Iterator[None]:
         for hooks, known in kept:
             hooks.update(known)
 
-
+# %% ../nbs/00_core/05_last_layer.ipynb #77a83b17
 @tried_once
 def _needs_no_more(model: nn.Module) -> bool:
     """Is the last position what it was when the last layer computes nothing else?"""
